@@ -1,0 +1,23 @@
+"""Public-domain books, offline and byte-level, split by novel.
+
+    >>> from linattn_edu import data
+    >>> data.names()
+    ('emma', 'sense_and_sensibility', 'pride_and_prejudice', 'mengzi')
+    >>> data.load_text("pride_and_prejudice")[51:90]
+    'It is a truth universally acknowledged,'
+    >>> x, y = next(data.batches("train", batch=4, length=128, seed=0))
+    >>> x.shape, bool((x[:, 1:] == y[:, :-1]).all())
+    (torch.Size([4, 128]), True)
+
+A token is a byte: 256 ids, no tokenizer. Training reads Emma and Sense and Sensibility;
+validation reads Pride and Prejudice, a novel that training never sees. `mengzi` is in neither.
+`python -m linattn_edu.data` prints origin and rights.
+"""
+
+from .batches import batches, members, windows
+from .texts import BOOKS, SPLITS, Book, decode, encode, load_bytes, load_text, names, provenance
+
+__all__ = [
+    "BOOKS", "SPLITS", "Book", "batches", "decode", "encode",
+    "load_bytes", "load_text", "members", "names", "provenance", "windows",
+]
