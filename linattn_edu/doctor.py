@@ -1,0 +1,146 @@
+"""What this machine can run, and why not: ``python -m linattn_edu.doctor``.
+
+``summary()`` is the one line that every notebook prints first; ``report()`` is the whole answer.
+Nothing is imported to find out whether it is there: triton reads TRITON_INTERPRET once, at its first
+import, so a probe that imported it would decide the mode for the reader.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+
+import torch
+
+from linattn_edu import __version__
+
+ADVICE = {
+    "missing": "pip install triton (Linux only); without it `fused` is `chunkwise`",
+    "late": "TRITON_INTERPRET was set after triton's first import: restart Python (the kernel) and set it first",
+    "interpret": "kernels run in triton's interpreter on the CPU: exact, slow, no bfloat16; for tests only",
+    "no-gpu": "no CUDA device, so `fused` is `chunkwise`; to try kernels here, set TRITON_INTERPRET=1 before Python starts",
+    "gpu": "kernels run on the CUDA device",
+}
+
+
+def triton_mode() -> str:
+    """How Triton kernels would run in this process: one of the keys of ``ADVICE``.
+
+    "missing", "late" (TRITON_INTERPRET set too late), "interpret", "no-gpu" or "gpu".
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "missing"
+    wanted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    if "triton" in sys.modules:
+        import triton
+
+        # triton's own functions were built for one of the two modes when it was first imported.
+        built = type(triton.language.cdiv).__name__ == "InterpretedFunction"
+        if wanted and not built:
+            return "late"
+        wanted = built
+    if wanted:
+        return "interpret"
+    return "gpu" if torch.cuda.is_available() else "no-gpu"
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or None; nothing is imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def memory_gib() -> float | None:
+    """Physical memory in GiB, or None where the system does not tell (Windows)."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def summary() -> str:
+    """One line for the top of a notebook: versions, device, threads, how kernels would run."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name(0)
+    else:
+        device = f"CPU, {torch.get_num_threads()} threads"
+    mode = triton_mode()
+    triton = "no triton" if mode == "missing" else f"triton {version_of('triton')} ({mode})"
+    return f"linattn_edu {__version__} | Python {platform.python_version()} | torch {torch.__version__} | {device} | {triton}"
+
+
+def report() -> str:
+    """The full answer as plain text: system, devices, triton, and which forms run where."""
+    lines = [f"linattn_edu {__version__}", "", *_system(), "", *_devices(), "", *_triton(), "", *_forms(), "", *_extras()]
+    return "\n".join(lines)
+
+
+def _row(name: str, value: object, advice: str = "") -> str:
+    return f"  {name:<18}{value}" + (f"   -> {advice}" if advice else "")
+
+
+def _system() -> list[str]:
+    memory = memory_gib()
+    return [
+        "System",
+        _row("platform", f"{platform.system()} {platform.machine()}"),
+        _row("Python", platform.python_version()),
+        _row("torch", torch.__version__),
+        _row("numpy", version_of("numpy")),
+        _row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores"),
+        _row("memory", "unknown" if memory is None else f"{memory:.1f} GiB"),
+    ]
+
+
+def _devices() -> list[str]:
+    if not torch.cuda.is_available():
+        reason = "this torch was built without CUDA" if torch.version.cuda is None else "no driver or no device"
+        advice = "every PyTorch form runs on the CPU; in Colab choose Runtime > Change runtime type > GPU"
+        return ["CUDA devices", _row("none", f"({reason})", advice)]
+    return ["CUDA devices"] + [line for i in range(torch.cuda.device_count()) for line in _device(i)]
+
+
+def _device(index: int) -> list[str]:
+    p = torch.cuda.get_device_properties(index)
+    shared = getattr(p, "shared_memory_per_block_optin", None)
+    native_bf16 = (p.major, p.minor) >= (8, 0)
+    small = shared is not None and shared < 96 * 1024
+    return [
+        _row(f"cuda:{index}", p.name),
+        _row("  capability", f"{p.major}.{p.minor}"),
+        _row("  memory", f"{p.total_memory / 2**30:.1f} GiB"),
+        _row("  bfloat16", "yes" if native_bf16 else "emulated", "" if native_bf16 else "use float16 or float32 here"),
+        _row("  shared memory", "unknown" if shared is None else f"{shared / 1024:.0f} KiB a block",
+             "kernels use smaller tiles here" if small else ""),
+    ]
+
+
+def _triton() -> list[str]:
+    mode = triton_mode()
+    return ["Triton", _row("version", version_of("triton") or "none"), _row("mode", mode, ADVICE[mode])]
+
+
+def _forms() -> list[str]:
+    mode = triton_mode()
+    fused = {"gpu": "Triton on the GPU", "interpret": "Triton's interpreter on the CPU"}.get(mode, "the same as chunkwise")
+    return [
+        "Forms",
+        _row("recurrent", "yes"), _row("parallel", "yes"), _row("chunkwise", "yes"), _row("step", "yes"),
+        _row("fused", fused),
+    ]
+
+
+def _extras() -> list[str]:
+    extras = {"matplotlib": "viz", "IPython": "viz", "tqdm": "train"}
+    rows = []
+    for module, extra in extras.items():
+        found = importlib.util.find_spec(module) is not None
+        rows.append(_row(module, version_of(module) if found else "none", "" if found else f"pip install linattn_edu[{extra}]"))
+    return ["Extras", *rows]
+
+
+if __name__ == "__main__":
+    print(report())
