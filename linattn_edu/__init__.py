@@ -1,0 +1,16 @@
+"""linattn_edu: linear attention from softmax to Kimi Delta Attention, in formulas that run.
+
+Every variant is a module with the forms `recurrent`, `parallel`, `chunkwise`, `fused` and `step`, which all compute
+one function. Glossary of the letters in all signatures:
+
+    B batch    T tokens    H query/key heads    HV value heads    K key dim    V value dim    N sequences    C chunk
+"""
+
+from linattn_edu import linear, softmax
+from linattn_edu.algebra import l2norm
+
+__version__ = "0.1.0"
+
+VARIANTS = {"softmax": softmax, "linear": linear}
+
+__all__ = ["VARIANTS", "l2norm", "linear", "softmax"]

@@ -1,0 +1,274 @@
+"""Checks of arguments, in the letters of the book: `B T H HV K V N C`.
+
+A wrong shape, dtype, device, head ratio or value raises `ValueError`; an argument that is missing, or is no tensor
+or number, raises `TypeError`. Each message names the argument, what came and what was expected.
+"""
+
+import functools
+import inspect
+import math
+from numbers import Integral, Real
+
+import torch
+
+
+class Sizes:
+    """The letters seen so far, each bound to a number by the first argument that has it."""
+
+    def __init__(self):
+        self._bound = {}
+
+    def __getitem__(self, letter):
+        return self._bound[letter][0]
+
+    def bind(self, letter, size, origin):
+        self._bound[letter] = (size, origin)
+
+    def fits(self, shape, letters):
+        return len(shape) == len(letters) and all(
+            self._bound.get(letter, (size,))[0] == size for letter, size in zip(letters, shape)
+        )
+
+    def describe(self, letters):
+        """`[B, T, HV, V] with B = 2 and T = 7 as in `q``, for the letters that are already bound."""
+        known = {}
+        for letter in letters:
+            if letter in self._bound:
+                size, origin = self._bound[letter]
+                known.setdefault(origin, []).append(f"{letter} = {size}")
+        given = [" and ".join(pairs) + f" as in {origin}" for origin, pairs in known.items()]
+        return f"[{', '.join(letters)}]" + (" with " + ", ".join(given) if given else "")
+
+
+def floating_tensor(name, x, axes, sizes, *, like=None, share_dtype=False):
+    """Check that `x` is a floating tensor whose axes are the letters of `axes` ("B T H K"), and bind new letters.
+
+    `like` is a pair (name, tensor) whose device, and with `share_dtype` also its dtype, `x` must share.
+    """
+    letters = axes.split()
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a tensor {sizes.describe(letters)}")
+    if not x.is_floating_point():
+        raise ValueError(f"`{name}`: got dtype {x.dtype}, expected a floating dtype")
+    if not sizes.fits(x.shape, letters):
+        raise ValueError(
+            f"`{name}`: got shape {list(x.shape)}, expected {sizes.describe(letters)}{_layout_hint(x, letters, sizes)}"
+        )
+    for letter, size in zip(letters, x.shape):
+        if letter not in sizes._bound:
+            if size == 0 and letter not in ("B", "T", "N", "L"):
+                raise ValueError(f"`{name}`: got shape {list(x.shape)}, expected {letter} of at least 1")
+            sizes.bind(letter, size, f"`{name}`")
+    if like is not None:
+        other, reference = like
+        if x.device != reference.device:
+            raise ValueError(f"`{name}`: got device {x.device}, expected {reference.device} as in `{other}`")
+        if share_dtype and x.dtype != reference.dtype:
+            raise ValueError(f"`{name}`: got dtype {x.dtype}, expected {reference.dtype} as in `{other}`")
+
+
+def _layout_hint(x, letters, sizes):
+    """Name the usual slip, heads before tokens, where swapping the two axes would fit."""
+    if x.dim() < 3 or "T" not in letters:
+        return ""
+    swapped = [x.shape[0], x.shape[2], x.shape[1], *x.shape[3:]]
+    if not sizes.fits(swapped, letters):
+        return ""
+    heads = letters[2]
+    return f"; this tensor or the first one seems to have heads before tokens ([B, {heads}, T, ...]): transpose(1, 2)"
+
+
+def head_ratio(many, few, sizes, name):
+    """Check that heads of kind `many` share those of kind `few` in equal groups."""
+    if sizes[many] % sizes[few]:
+        raise ValueError(f"`{name}`: got {many} = {sizes[many]} heads, expected a multiple of {few} = {sizes[few]}")
+
+
+def number(name, x, *, positive=False):
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a number")
+    if not math.isfinite(x) or (positive and x <= 0):
+        raise ValueError(f"`{name}`: got {x}, expected a finite{' positive' if positive else ''} number")
+
+
+def count(name, x):
+    if isinstance(x, bool) or not isinstance(x, Integral):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a whole number of at least 1")
+    if x < 1:
+        raise ValueError(f"`{name}`: got {x}, expected a whole number of at least 1")
+
+
+def flag(name, x):
+    if not isinstance(x, bool):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected True or False")
+
+
+def sequence_bounds(cu_seqlens, sizes, device):
+    """Check `cu_seqlens` and return it as a list of N + 1 token positions."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"`cu_seqlens`: got {describe(cu_seqlens)}, expected an integer tensor [N+1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"`cu_seqlens`: got dtype {cu_seqlens.dtype}, expected torch.int32 or torch.int64")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"`cu_seqlens`: got shape {list(cu_seqlens.shape)}, expected [N+1]")
+    if cu_seqlens.device.type != "cpu" and cu_seqlens.device != device:
+        raise ValueError(f"`cu_seqlens`: got device {cu_seqlens.device}, expected cpu or {device} as in `q`")
+    if sizes["B"] != 1:
+        raise ValueError(f"`cu_seqlens`: got B = {sizes['B']}, expected B = 1: packed sequences share one row")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != sizes["T"] or any(a > b for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(
+            f"`cu_seqlens`: got {bounds if len(bounds) <= 8 else f'{bounds[:4]} ... {bounds[-2:]}'}, "
+            f"expected positions that start at 0, never decrease and end at T = {sizes['T']}"
+        )
+    return bounds
+
+
+def arguments(function, signature, args, kwargs):
+    """The arguments of a call by name, defaults filled in; a missing or unknown one raises `TypeError`."""
+    parameters = signature.parameters
+    expected = ", ".join(f"`{name}`" for name in parameters)
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        raise TypeError(
+            f"{function}() got {len(args)} positional arguments, expected {len(positional)}; "
+            f"name the rest: {', '.join(f'`{name}`' for name in parameters if name not in positional)}"
+        )
+    given = dict(zip(positional, args))
+    for name, x in kwargs.items():
+        if name in given:
+            raise TypeError(f"{function}() got `{name}` twice, expected it once")
+        if name not in parameters:
+            raise TypeError(f"{function}() got the unknown argument `{name}`, expected {expected}")
+        given[name] = x
+    for name, p in parameters.items():
+        if name not in given and p.default is p.empty:
+            raise TypeError(f"{function}() got no argument `{name}`, expected {expected}")
+    return {name: given.get(name, p.default) for name, p in parameters.items()}
+
+
+def named(function):
+    """Report missing and unknown arguments of a function by name, as the derived forms do."""
+    signature = inspect.signature(function)
+    title = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        return function(**arguments(title, signature, args, kwargs))
+
+    return checked
+
+
+def describe(self, letters):
+        """`[B, T, HV, V] with B = 2 and T = 7 as in `q``, for the letters that are already bound."""
+        known = {}
+        for letter in letters:
+            if letter in self._bound:
+                size, origin = self._bound[letter]
+                known.setdefault(origin, []).append(f"{letter} = {size}")
+        given = [" and ".join(pairs) + f" as in {origin}" for origin, pairs in known.items()]
+        return f"[{', '.join(letters)}]" + (" with " + ", ".join(given) if given else "")
+
+
+def floating_tensor(name, x, axes, sizes, *, like=None, share_dtype=False):
+    """Check that `x` is a floating tensor whose axes are the letters of `axes` ("B T H K"), and bind new letters.
+
+    `like` is a pair (name, tensor) whose device, and with `share_dtype` also its dtype, `x` must share.
+    """
+    letters = axes.split()
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a tensor {sizes.describe(letters)}")
+    if not x.is_floating_point():
+        raise ValueError(f"`{name}`: got dtype {x.dtype}, expected a floating dtype")
+    if not sizes.fits(x.shape, letters):
+        raise ValueError(
+            f"`{name}`: got shape {list(x.shape)}, expected {sizes.describe(letters)}{_layout_hint(x, letters, sizes)}"
+        )
+    for letter, size in zip(letters, x.shape):
+        if letter not in sizes._bound:
+            if size == 0 and letter not in ("B", "T", "N", "L"):
+                raise ValueError(f"`{name}`: got shape {list(x.shape)}, expected {letter} of at least 1")
+            sizes.bind(letter, size, f"`{name}`")
+    if like is not None:
+        other, reference = like
+        if x.device != reference.device:
+            raise ValueError(f"`{name}`: got device {x.device}, expected {reference.device} as in `{other}`")
+        if share_dtype and x.dtype != reference.dtype:
+            raise ValueError(f"`{name}`: got dtype {x.dtype}, expected {reference.dtype} as in `{other}`")
+
+
+def _layout_hint(x, letters, sizes):
+    """Name the usual slip, heads before tokens, where swapping the two axes would fit."""
+    if x.dim() < 3 or "T" not in letters:
+        return ""
+    swapped = [x.shape[0], x.shape[2], x.shape[1], *x.shape[3:]]
+    if not sizes.fits(swapped, letters):
+        return ""
+    heads = letters[2]
+    return f"; this tensor or the first one seems to have heads before tokens ([B, {heads}, T, ...]): transpose(1, 2)"
+
+
+def head_ratio(many, few, sizes, name):
+    """Check that heads of kind `many` share those of kind `few` in equal groups."""
+    if sizes[many] % sizes[few]:
+        raise ValueError(f"`{name}`: got {many} = {sizes[many]} heads, expected a multiple of {few} = {sizes[few]}")
+
+
+def number(name, x, *, positive=False):
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a number")
+    if not math.isfinite(x) or (positive and x <= 0):
+        raise ValueError(f"`{name}`: got {x}, expected a finite{' positive' if positive else ''} number")
+
+
+def count(name, x):
+    if isinstance(x, bool) or not isinstance(x, Integral):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a whole number of at least 1")
+    if x < 1:
+        raise ValueError(f"`{name}`: got {x}, expected a whole number of at least 1")
+
+
+def flag(name, x):
+    if not isinstance(x, bool):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected True or False")
+
+
+def sequence_bounds(cu_seqlens, sizes, device):
+    """Check `cu_seqlens` and return it as a list of N + 1 token positions."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"`cu_seqlens`: got {describe(cu_seqlens)}, expected an integer tensor [N+1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"`cu_seqlens`: got dtype {cu_seqlens.dtype}, expected torch.int32 or torch.int64")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"`cu_seqlens`: got shape {list(cu_seqlens.shape)}, expected [N+1]")
+    if cu_seqlens.device.type != "cpu" and cu_seqlens.device != device:
+        raise ValueError(f"`cu_seqlens`: got device {cu_seqlens.device}, expected cpu or {device} as in `q`")
+    if sizes["B"] != 1:
+        raise ValueError(f"`cu_seqlens`: got B = {sizes['B']}, expected B = 1: packed sequences share one row")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != sizes["T"] or any(a > b for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(
+            f"`cu_seqlens`: got {bounds if len(bounds) <= 8 else f'{bounds[:4]} ... {bounds[-2:]}'}, "
+            f"expected positions that start at 0, never decrease and end at T = {sizes['T']}"
+        )
+    return bounds
+
+
+def names(function, given, expected):
+    """Check the keyword arguments of `function`: `expected` maps each name to whether it may be left out."""
+    for name in given:
+        if name not in expected:
+            raise TypeError(f"{function}() got an unexpected argument `{name}`, expected {_listed(expected)}")
+    for name, optional in expected.items():
+        if not optional and name not in given:
+            raise TypeError(f"{function}() got no argument `{name}`, expected {_listed(expected)}")
+
+
+def _listed(expected):
+    return ", ".join(f"`{name}`" for name in expected)
+
+
+def describe(x):
+    if x is None:
+        return "nothing (None)"
+    return f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"{type(x).__name__} {x!r:.40}"
