@@ -100,7 +100,8 @@ def _extended(state, k, v, sizes, q, name):
 def _heads(attend, q, k, v):
     """Run `attend` head by head on tensors [B, T, H, ...]."""
     if q.shape[1] == 0:
-        return v.new_zeros(*q.shape[:-1], v.shape[-1])
+        nothing = sum(x[:, :0].sum() for x in (q, k, v))  # 0, and part of every input's graph
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]) + nothing
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) if group > 1 else x for x in (k, v))
     return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
