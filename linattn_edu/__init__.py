@@ -6,11 +6,11 @@ one function. Glossary of the letters in all signatures:
     B batch    T tokens    H query/key heads    HV value heads    K key dim    V value dim    N sequences    C chunk
 """
 
-from linattn_edu import linear, softmax
+from linattn_edu import deltanet, linear, softmax
 from linattn_edu.algebra import l2norm
 
 __version__ = "0.1.0"
 
-VARIANTS = {"softmax": softmax, "linear": linear}
+VARIANTS = {"softmax": softmax, "linear": linear, "deltanet": deltanet}
 
-__all__ = ["VARIANTS", "l2norm", "linear", "softmax"]
+__all__ = ["VARIANTS", "deltanet", "l2norm", "linear", "softmax"]
