@@ -1,0 +1,34 @@
+"""Memory is counted to the byte; time is that of the call."""
+
+import time
+
+import torch
+
+from linattn_edu import linear, softmax
+from linattn_edu.bench.measure import peak_bytes, seconds
+
+
+def test_peak_is_the_sum_of_what_is_held_together():
+    def f():
+        a = torch.empty(1000, dtype=torch.float32)
+        b = torch.empty(2000, dtype=torch.float32)
+        del a, b
+        return torch.empty(500, dtype=torch.float32)
+
+    assert [peak_bytes(f) for _ in range(3)] == [12000, 12000, 12000]
+    assert peak_bytes(lambda: torch.empty(2**20, dtype=torch.uint8)) == 2**20
+
+
+def test_the_score_matrix_is_quadratic_and_the_state_is_not():
+    def peak(form, T):
+        q, k, v = (torch.randn(1, T, 1, 64) for _ in range(3))
+        return peak_bytes(lambda: form(q, k, v))
+
+    assert peak(softmax.parallel, 1024) > 2 * 4 * 1024**2
+    assert 3.7 < peak(softmax.parallel, 2048) / peak(softmax.parallel, 1024) < 4.1
+    assert peak(linear.chunkwise, 2048) / peak(linear.chunkwise, 1024) < 2.1
+
+
+def test_time_is_that_of_the_call():
+    t = seconds(lambda: time.sleep(0.01), at_least=5, budget=0)
+    assert 0.01 <= t.low <= t.median <= t.high < 0.1 and t.calls == 5
