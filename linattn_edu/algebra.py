@@ -1,6 +1,7 @@
 """The few products that every variant is written in."""
 
 import torch
+import torch.nn.functional as F
 
 
 def outer(k, v):
@@ -11,6 +12,45 @@ def outer(k, v):
 def read(S, q):
     """The state asked with a query, S^T q: `S [..., K, V]`, `q [..., K]` -> `[..., V]`."""
     return (q[..., None, :] @ S)[..., 0, :]
+
+
+def decay_matrix(G):
+    """What is left at token i of a write at token j: `G [..., C]`, the log-decay cumulated over the block, ->
+
+    D_ij = exp(G_i - G_j) for j <= i, else 0,   `[..., C, C]`.
+
+    Masked before it is exponentiated: above the diagonal the exponent is positive, and there an infinity would leave
+    NaN gradients even where a mask hides it from the output.
+    """
+    return (G[..., :, None] - G[..., None, :]).tril().exp().tril()
+
+
+def channel_scores(q, k, G):
+    """Scores whose decay differs from channel to channel: `q, k, G [..., C, K]`, G cumulated over the block, ->
+
+    P_ij = sum_c q_ic k_jc exp(G_ic - G_jc) for j <= i, else 0,   `[..., C, C]`.
+
+    The one matmul (q exp(G)) (k exp(-G))^T would overflow. Seen from the token r before the middle of the block it is
+    safe for queries of the later half and keys of the earlier one,
+
+        (q_i exp(G_i - G_r))^T (k_j exp(G_r - G_j)),   j <= r < i,
+
+    since no exponent is positive; the two halves are blocks of their own, down to one token, where nothing decays.
+    `q` may have further leading axes: several kinds of queries then share the factors of k.
+
+    GLA's secondary chunking (Yang et al. 2024, section 4.3) carried on to blocks of one token.
+    """
+    C = q.shape[-2]
+    if C == 1:
+        return (q * k).sum(-1, keepdim=True)
+    if C % 2:
+        return channel_scores(*(F.pad(x, (0, 0, 1, 0)) for x in (q, k, G)))[..., 1:, 1:]
+    q, k, G = (x.unflatten(-2, (2, C // 2)) for x in (q, k, G))
+    (_, q_late), (k_early, _), (G_early, G_late) = (x.unbind(-3) for x in (q, k, G))
+    G_r = G_early[..., -1:, :]
+    across = (q_late * (G_late - G_r).exp()) @ (k_early * (G_r - G_early).exp()).mT
+    early, late = channel_scores(q, k, G).unbind(-3)
+    return torch.cat([F.pad(early, (0, C // 2)), torch.cat([across, late], -1)], -2)
 
 
 def l2norm(x):
