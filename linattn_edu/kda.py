@@ -1,0 +1,48 @@
+"""Kimi Delta Attention: Gated DeltaNet with a decay of its own, alpha_t = exp(g_t), for every key channel.
+
+    S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T
+    o_t = scale * S_t^T q_t
+
+Source: Kimi Team 2025 (2510.26692), eq. 1. A scalar alpha_t commutes with the erasing factor, Diag(alpha_t) does not:
+that the decay comes first is part of the definition.
+"""
+
+import torch
+
+from linattn_edu import deltanet
+from linattn_edu.algebra import channel_scores
+from linattn_edu.deltanet import ut_transform
+from linattn_edu.forms import Operator
+from linattn_edu.gated_deltanet import inter
+
+
+def update(q, k, v, g, beta, S):
+    """S~ = Diag(exp(g_t)) S_{t-1},   S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T,   o_t = S_t^T q_t."""
+    return deltanet.update(q, k, v, beta, g.exp()[..., None] * S)
+
+
+def intra(q, k, v, g, beta):
+    """Gated DeltaNet's block, where each channel c of q and k decays by itself, G [C, K] the running sum of g:
+
+    P(X, Y)_ij = sum_c X_ic Y_jc exp(G_ic - G_jc) for i >= j, else 0,
+    A = Diag(beta) tril(P(K, K), -1),   (I + A) W = Diag(beta) (exp(G) * K),   (I + A) U = Diag(beta) V,
+    V' = U - W S,   O = (exp(G) * Q) S + P(Q, K) V',   S' = Diag(exp(G_C)) S + (exp(G_C - G) * K)^T V'.
+
+    The paper's eqs. 6-9 write P(K, K) as (exp(G) * K) (K / exp(G))^T, whose second factor overflows in float32 once
+    G < -88. `channel_scores` never forms it.
+    """
+    G = g.cumsum(-2)
+    since_start, to_end = G.exp(), (G[..., -1:, :] - G).exp()
+    q_scores, k_scores = channel_scores(torch.stack([q, k]), k, G)
+    W, U = ut_transform(k_scores, beta, since_start * k, v)
+    return since_start * q, q_scores, to_end * k, W, U, since_start[..., -1:, :].mT
+
+
+operator = Operator(
+    update,
+    intra,
+    inter,
+    gates={"g": "B T HV K", "beta": "B T HV"},
+    source="Kimi Team 2025, Kimi Linear, eqs. 1 and 6-9.",
+)
+recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)
