@@ -1,0 +1,111 @@
+"""Costs against the number of tokens, and bars: each line and bar is named where it stands."""
+
+import numpy as np
+
+from .arrays import as_array, same_size
+from .style import COLORS, MUTED
+
+CYCLE = [COLORS[role] for role in ("error", "queries", "values", "keys", "state", "gate")]
+
+
+def costs(ax, x, series, *, ylabel, xlabel="tokens T", slopes=(), colors=None):
+    """Draw each of `series` (name -> values) against `x` on log-log axes, named at its right end; returns `ax`.
+
+    Values are `[X]`, or `[X, repeats]`: then the line is the median and the band runs from the least to the greatest.
+    NaN leaves a point out (out of memory, say). `slopes=(1, 2)` adds guides proportional to T and T^2, each a little
+    below the line that is nearest to it in slope. `ylabel` names the quantity with its unit.
+    """
+    x = as_array("x", x, "X")
+    ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    ax.grid(axis="y")
+    lines = {name: _median(name, x, values) for name, values in series.items()}
+    for (name, (at, low, middle, high)), default in zip(lines.items(), CYCLE * len(lines)):
+        color = (colors or {}).get(name, default)
+        ax.plot(at, middle, color=color, marker="o", label=name)
+        ax.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
+    for slope in slopes:
+        _guide(ax, slope, lines.values())
+    ax.set_xticks(ticks := x[:: -(-len(x) // 7)], [_short(t) for t in ticks], minor=False)
+    ax.set_xticks([], minor=True)
+    _name_lines(ax, x.max())
+    return ax
+
+
+def bars(ax, values, *, xlabel, color=MUTED, form="{:.3g}"):
+    """Draw `values` (name -> number) as horizontal bars, first on top, each with its number; returns `ax`.
+
+    `color` is one colour, or a mapping from name to colour; `form` formats the numbers.
+    """
+    names, sizes = list(values), as_array("values", list(values.values()), "N")
+    colors = [color.get(name, MUTED) for name in names] if isinstance(color, dict) else color
+    drawn = ax.barh(range(len(names)), sizes, height=0.62, color=colors)
+    ax.bar_label(drawn, [form.format(size) for size in sizes], padding=4)
+    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.margins(x=0.12)
+    return ax
+
+
+def _median(name, x, values):
+    """Where there are values: x, and their least, median and greatest."""
+    name = f"series[{name!r}]"
+    values = as_array(name, values, "X repeats") if np.ndim(values) == 2 else as_array(name, values, "X")[:, None]
+    same_size(name, len(values), len(x), "X")
+    here = ~np.isnan(values).any(1)
+    if not (values[here] > 0).all() or not here.any():
+        raise ValueError(f"`{name}`: got {values[here].ravel().tolist()}, expected positive numbers")
+    values = values[here]
+    return x[here], values.min(1), np.median(values, 1), values.max(1)
+
+
+def _guide(ax, slope, lines):
+    def end_slope(line):
+        x, _, y, _ = line
+        return np.log(y[-1] / y[0]) / np.log(x[-1] / x[0]) if len(x) > 1 else np.inf
+
+    x, _, y, _ = min(lines, key=lambda line: abs(end_slope(line) - slope))
+    at = x[len(x) // 2 :]
+    power = "T" if slope == 1 else f"T^{{{slope:g}}}"
+    ax.plot(
+        at, y[-1] / 3 * (at / at[-1]) ** slope, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=rf"$\propto {power}$"
+    )
+
+
+def _name_lines(ax, end):
+    """Name each line: right of its last point, moved off its neighbours, or above it if the line stops early."""
+    low, high = np.log(ax.get_ylim())
+    points = 72 * ax.figure.get_size_inches()[1] * 0.75 / (high - low)
+    style = {"textcoords": "offset points", "annotation_clip": False}
+    full = []
+    for line in ax.lines:
+        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
+        if x == end:
+            full.append((np.log(y) * points, line))
+        else:
+            ax.annotate(line.get_label(), (x, y), (-8, 4), ha="right", color=line.get_color(), **style)
+    full.sort(key=lambda pair: pair[0])
+    places = _apart([place for place, _ in full], 15)
+    for place, (natural, line) in zip(places, full):
+        point = (end, line.get_ydata()[-1])
+        ax.annotate(line.get_label(), point, (9, place - natural), va="center", color=line.get_color(), **style)
+
+
+def _apart(places, gap):
+    """Ascending `places` moved, evenly up and down, until neighbours are at least `gap` apart."""
+    places = list(places)
+    for _ in range(200):
+        for n in range(1, len(places)):
+            push = max(0.0, gap - (places[n] - places[n - 1])) / 2
+            places[n - 1] -= push
+            places[n] += push
+    return places
+
+
+def _short(number):
+    """2048 as 2K, 2^20 as 1M."""
+    for size, letter in ((2**20, "M"), (2**10, "K")):
+        if number >= size and number % size == 0:
+            return f"{number / size:g}{letter}"
+    return f"{number:g}"
