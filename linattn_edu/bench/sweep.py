@@ -48,8 +48,8 @@ def sweep(forms, lengths, *, B=1, H=1, K=64, V=64, dtype=torch.float32, device="
                 q, k, v = (torch.randn(B, T, H, d, generator=draw, device=device, dtype=dtype) for d in (K, K, V))
                 try:
                     call = partial(form, q, k, v)
-                    memory = peak_bytes(call, device=device)
                     t = seconds(call, device=device, budget=budget)
+                    memory = peak_bytes(call, device=device)  # after the libraries' own workspaces exist
                 except torch.OutOfMemoryError:
                     break
                 finally:
