@@ -3,14 +3,17 @@
 import numpy as np
 
 
-def as_array(name, x, axes):
-    """`x` as a NumPy array; `axes` ("T K V") names the axes that it must have."""
+def as_array(name, x, axes, **sizes):
+    """`x` as a NumPy array; `axes` ("T K V") names the axes that it must have, `sizes` the lengths that are known."""
     if hasattr(x, "detach"):
         x = x.detach().cpu().double().numpy()
     array = np.asarray(x, dtype=np.float64)
     letters = axes.split()
-    if array.ndim != len(letters) or 0 in array.shape:
-        raise ValueError(f"`{name}`: got shape {list(array.shape)}, expected [{', '.join(letters)}], none of them empty")
+    if array.ndim != len(letters) or 0 in array.shape or any(
+        size != sizes.get(letter, size) for letter, size in zip(letters, array.shape)
+    ):  # fmt: skip
+        known = " with " + ", ".join(f"{letter} = {size}" for letter, size in sizes.items()) if sizes else ""
+        raise ValueError(f"`{name}`: got shape {list(array.shape)}, expected [{', '.join(letters)}]{known}, none of them 0")
     return array
 
 

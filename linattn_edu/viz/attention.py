@@ -28,8 +28,8 @@ def attention_map(ax, weights, tokens_q=None, tokens_k=None, *, causal=False, vm
     image = ax.imshow(shown, cmap=colors.with_extremes(bad=MASKED), norm=norm)
     if tokens_k is None and rows == columns:
         tokens_k = tokens_q
-    _label(ax.xaxis, "tokens_k", tokens_k, columns)
     _label(ax.yaxis, "tokens_q", tokens_q, rows)
+    _label(ax.xaxis, "tokens_k", tokens_k, columns)
     ax.set_xlabel("key", color=COLORS["keys"])
     ax.set_ylabel("query", color=COLORS["queries"])
     ax.set_title(title)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .arrays import as_array, same_size
+from .arrays import as_array
 from .style import COLORS, MUTED
 
 CYCLE = [COLORS[role] for role in ("error", "queries", "values", "keys", "state", "gate")]
@@ -51,8 +51,10 @@ def bars(ax, values, *, xlabel, color=MUTED, form="{:.3g}"):
 def _median(name, x, values):
     """Where there are values: x, and their least, median and greatest."""
     name = f"series[{name!r}]"
-    values = as_array(name, values, "X repeats") if np.ndim(values) == 2 else as_array(name, values, "X")[:, None]
-    same_size(name, len(values), len(x), "X")
+    if getattr(values, "ndim", np.ndim(values)) == 2:
+        values = as_array(name, values, "X repeats", X=len(x))
+    else:
+        values = as_array(name, values, "X", X=len(x))[:, None]
     here = ~np.isnan(values).any(1)
     if not (values[here] > 0).all() or not here.any():
         raise ValueError(f"`{name}`: got {values[here].ravel().tolist()}, expected positive numbers")

@@ -66,14 +66,13 @@ def state_film(states, *, alt, keys=None, values=None, tokens=None, limit=None, 
     limit = np.abs(states).max() if limit is None else limit
     pictures = [(_signed(main, states[-1], limit), states)]
     bar(main.images[0], main)
-    for ax, vectors, name, size, shape in (
-        (key, keys, "keys", rows, (rows, 1)), (value, values, "values", columns, (1, columns)),
+    for ax, vectors, name, letter, shape in (
+        (key, keys, "keys", "K", (rows, 1)), (value, values, "values", "V", (1, columns)),
     ):  # fmt: skip
         if vectors is None:
             ax.set_visible(False)
             continue
-        vectors = as_array(name, vectors, "T K" if ax is key else "T V").reshape(-1, *shape)
-        same_size(name, len(vectors), total, "T")
+        vectors = as_array(name, vectors, f"T {letter}", **{"T": total, letter: max(shape)}).reshape(-1, *shape)
         pictures.append((_signed(ax, vectors[-1], np.abs(vectors).max()), vectors))
     move = _tape(figure, token_labels(tokens) if tokens is not None else [str(t + 1) for t in range(total)], total)
 

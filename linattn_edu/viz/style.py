@@ -36,7 +36,6 @@ STYLE = {
     "figure.dpi": 120,
     "figure.facecolor": PAPER,
     "figure.constrained_layout.use": True,
-    "savefig.facecolor": PAPER,
     "savefig.dpi": "figure",
     "axes.facecolor": PAPER,
     "axes.edgecolor": MUTED,
