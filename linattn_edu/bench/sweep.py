@@ -10,6 +10,7 @@ import argparse
 import csv
 import datetime
 import platform
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def provenance(device, **settings):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": "python -m linattn_edu.bench.sweep",
+        "command": "python -m " + " ".join(["linattn_edu.bench.sweep", *sys.argv[1:]]),
         **settings,
     }
     if gpu:
