@@ -1,5 +1,7 @@
 """Memory is counted to the byte; time is that of the call."""
 
+import subprocess
+import sys
 import time
 
 import torch
@@ -17,6 +19,12 @@ def test_peak_is_the_sum_of_what_is_held_together():
 
     assert [peak_bytes(f) for _ in range(3)] == [12000, 12000, 12000]
     assert peak_bytes(lambda: torch.empty(2**20, dtype=torch.uint8)) == 2**20
+
+
+def test_measuring_writes_nothing():
+    code = "import torch; from linattn_edu.bench.measure import peak_bytes; peak_bytes(lambda: torch.ones(9))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_score_matrix_is_quadratic_and_the_state_is_not():

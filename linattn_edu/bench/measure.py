@@ -4,11 +4,15 @@ Time is the median of repeated calls, after warm-up, with the quartiles beside i
 out at the peak, above what was held before the call: counted, not sampled, so that it repeats to the byte.
 """
 
+import os
 import statistics
 import time
 from dataclasses import dataclass
 
 import torch
+
+# Below 6 the profiler writes two lines to stderr at each use; it reads this at its first.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 @dataclass(frozen=True)
