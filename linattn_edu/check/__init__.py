@@ -1,0 +1,34 @@
+"""Check a function of your own against the theorems of its operator.
+
+    from linattn_edu.check import check
+
+    check("linear.recurrent", my_function)
+
+prints which theorems hold and which fail, on how small an input, and what the slip may be.
+"""
+
+from linattn_edu.check.judge import Report, judge
+
+__all__ = ["Report", "check"]
+
+
+def check(name, function, *, quiet=False, skip=(), **options):
+    """Run the theorems of an operator on a function, and say in words which hold and which fail.
+
+    Args:
+        name: what the function is meant to be, as "linear.recurrent"; an unknown name raises with the list.
+        function: takes the operator's arguments, or some of them: what it has no argument for is not tested.
+        quiet: print nothing.
+        skip: keys of theorems that are not asked for, as "ragged".
+        options: of the operator, as `normalize=False`; passed to `function` too if it takes them.
+
+    Returns:
+        A report that is true if all theorems hold, with `held`, `failures`, `not_tested`, `slip`.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    report = judge(name, function, options, skip)
+    if not quiet:
+        print(report)
+    return report

@@ -1,0 +1,203 @@
+"""From theorems to a verdict in words: which hold, which fail, on how small an input, and for which likely reason."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from linattn_edu.check.problems import problems
+from linattn_edu.check.reader import Reader, Stop
+from linattn_edu.check.theorems import THEOREMS
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+SMALLER = {
+    "chunk_size": (1, 2),
+    "lengths": ((1,), (0, 1), (1, 1), (2, 1)),
+    "T": (1, 2, 3, 4, 5, 8, 9, 16, 17, 33),
+    "B": (1,),
+    "heads": ((1, 1), (1, 2), (2, 2), (2, 4)),
+    "K": (1, 2),
+    "V": (1, 2),
+    "regime": ("zero", "weak"),
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A theorem that fails: on which input, and what was seen there. `kind` is "raises", "shape", "finite" or "value"."""
+
+    theorem: str
+    sentence: str
+    kind: str
+    words: str
+    input: str = ""
+    setting: object = None
+
+
+@dataclass
+class Report:
+    """The outcome of a check: true if every theorem that could be tested holds."""
+
+    name: str
+    function: str
+    held: list = field(default_factory=list)
+    failures: list = field(default_factory=list)
+    not_tested: dict = field(default_factory=dict)
+    slip: str = ""
+
+    def __bool__(self):
+        return not self.failures
+
+    def __repr__(self):
+        return f"{self.name}: {len(self.held)} of {len(self.held) + len(self.failures)} theorems hold for {self.function}"
+
+    def __str__(self):
+        lines = [repr(self), *(f"✓ {sentence}" for sentence in self.held)]
+        seen = set()
+        for failure in self.failures:
+            lines.append(f"✗ {failure.sentence}")
+            if failure.words not in seen:
+                lines.append(f"    {failure.words}")
+                lines += [f"    on the input {failure.input}"] if failure.input else []
+            seen.add(failure.words)
+        for reason in dict.fromkeys(self.not_tested.values()):
+            lines.append(f"- not tested, since {reason}:")
+            lines += [f"    {sentence}" for sentence, given in self.not_tested.items() if given == reason]
+        if self.slip:
+            lines.append(f"Likely slip: your function equals the version that {self.slip}.")
+        return "\n".join(lines)
+
+
+def judge(name, function, options, skip=()):
+    """Ask every theorem of a function; diagnose it if one fails."""
+    found = problems()
+    if name not in found:
+        raise ValueError(f"`name`: got {name!r}, expected one of {', '.join(found)}")
+    problem = replace(found[name], options=options)
+    report = Report(name, f"`{getattr(function, '__name__', type(function).__name__)}`")
+    try:
+        run = Reader(problem, function)
+    except Stop as stop:
+        report.failures.append(Failure("arguments", "It takes the arguments of the operator", "raises", f"your function {stop}"))
+        return report
+    base = problem.base(run.takes("chunk_size"))
+    try:
+        run.returned = set(run(problem.arguments(base)))
+    except Stop:
+        run.returned = set(problem.results)
+    for theorem in THEOREMS:
+        ask(theorem, run, base, report, skip)
+        if theorem.key == "shapes" and report.failures:
+            break
+    return report
+
+
+def ask(theorem, run, base, report, skip):
+    """Enter one theorem in the report."""
+    if not set(theorem.needs.split()) <= run.problem.traits:
+        return
+    reason = why_not(theorem, run, skip)
+    if reason:
+        report.not_tested[theorem.sentence] = reason
+        return
+    failures = (failed(theorem, run, setting) for setting in theorem.settings(base))
+    failure = next(filter(None, failures), None)
+    if failure is None:
+        report.held.append(theorem.sentence)
+    elif theorem.key == "groups" and failure.kind == "raises" and not run.takes("initial_state"):
+        report.not_tested[theorem.sentence] = "your function wants as many heads in `v` as in `q` and `k`"
+    else:
+        report.failures.append(smallest(theorem, run, failure, [f.setting for f in report.failures]))
+
+
+def why_not(theorem, run, skip):
+    """Why a theorem cannot be tested on a function, in words."""
+    if theorem.key in skip:
+        return "the exercise does not ask for it"
+    lacking = [name for name in theorem.takes.split() if not run.takes(name)]
+    if lacking:
+        return "your function has no argument " + " and no argument ".join(f"`{name}`" for name in lacking)
+    if theorem.returns_state and len(run.returned) < 2:
+        return "your function returns no state"
+    return ""
+
+
+def failed(theorem, run, setting):
+    """The failure of a theorem on one input, or None: the worst of its comparisons."""
+    worst, size = None, 0
+    try:
+        for comparison in theorem.statement(run, setting):
+            seen = difference(comparison, TOLERANCE[setting.dtype])
+            if seen and seen[2] > size:
+                worst, size = seen, seen[2]
+    except Stop as stop:
+        worst = "raises", f"your function {stop}", 0
+    if worst is None:
+        return None
+    kind, words, _ = worst
+    return Failure(theorem.key, theorem.sentence, kind, words, described(run.problem, setting), setting)
+
+
+def difference(c, tolerance):
+    """Kind, words and size of the difference between what came and what is true; None where there is none."""
+    if not isinstance(c.got, torch.Tensor):
+        return None if c.got == c.expected else ("shape", f"{c.what} is {c.got}, expected {c.expected}", torch.inf)
+    if c.got.shape != c.expected.shape:
+        return "shape", f"{c.what} has the shape {list(c.got.shape)}, expected {list(c.expected.shape)}", torch.inf
+    got, expected = c.got.detach().double(), c.expected.detach().double()
+    off = (got - expected).abs() / (1 + expected.abs())
+    off = torch.where((got == expected) | (got.isnan() & expected.isnan()), 0, off.nan_to_num(torch.inf))
+    if off.numel() == 0 or off.max() <= tolerance:
+        return None
+    at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)]
+    here, true = (f"{x[tuple(at)].item() + 0.0:.3g}" for x in (got, expected))
+    kind = "value" if off.max() < torch.inf else "finite"
+    largest = f" (largest deviation {(got - expected).abs().max().item():.1e})" if kind == "value" else ""
+    return kind, f"{c.what} is {here} at {at}, expected {true}{largest}", off.max().item()
+
+
+def smallest(theorem, run, failure, known):
+    """Make the failing input smaller, one size after another, as long as it fails in the same way.
+
+    A small input that is `known` to make another theorem fail is tried first.
+    """
+    for sizes in known:
+        changed = replace(failure.setting, **{x: getattr(sizes, x) for x in ("B", "T", "H", "HV", "K", "V", "chunk_size")})
+        smaller = None if failure.setting.lengths or failure.setting.T == 0 else failed(theorem, run, changed)
+        if smaller and smaller.kind == failure.kind:
+            return smaller
+    for size, candidates in SMALLER.items():
+        for candidate in candidates:
+            changed = shrunk(failure.setting, size, candidate)
+            smaller = changed and failed(theorem, run, changed)
+            if smaller and smaller.kind == failure.kind:
+                failure = smaller
+                break
+    return failure
+
+
+def shrunk(setting, size, value):
+    """The setting with a smaller value for one size; None where that is not smaller."""
+    if size == "heads":
+        H, HV = value
+        return replace(setting, H=H, HV=HV) if (H, HV) < (setting.H, setting.HV) and HV <= setting.HV else None
+    now = getattr(setting, size)
+    if size == "lengths":
+        return replace(setting, lengths=value) if now and value != now else None
+    if size == "regime":
+        return replace(setting, regime=value) if now not in ("zero", value) else None
+    return replace(setting, **{size: value}) if now and value < now else None
+
+
+def described(problem, setting):
+    """The input in letters: B = 1, T = 2, ..."""
+    sizes = [f"{x} = {getattr(setting, x)}" for x in problem.letters.split() if not (setting.lengths and x in "BT")]
+    if setting.lengths:
+        sizes.append(f"packed sequences of {', '.join(map(str, setting.lengths))} tokens")
+    if setting.chunk_size:
+        sizes.append(f"chunk_size = {setting.chunk_size}")
+    if "g" in problem.traits:
+        sizes.append(f"{setting.regime} gates")
+    if setting.state and "state" in problem.traits:
+        sizes.append("with an initial state")
+    sizes += [f"{key} = {value!r}" for key, value in setting.options]
+    return ", ".join(sizes) + (", float32" if setting.dtype == torch.float32 else "")

@@ -1,0 +1,205 @@
+"""The theorems that every form of every variant obeys, each a sentence and a statement of a few lines.
+
+A statement is made of a function (`run`, a `Reader`) on one input (a `Setting`): it yields what the function gave beside
+what it should have given. The same list judges the package, its mutants and a reader's function.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+import torch
+
+from linattn_edu.check.cases import is_floating, leaves, tree_map
+from linattn_edu.check.reader import Stop, default_dtype, named_results
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity: what the function gave and what is true."""
+
+    what: str
+    got: Any
+    expected: Any
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """`inputs` are the fields in which the settings to try differ from the base one.
+
+    `needs` are traits of the problem, without which the theorem says nothing; `takes` are arguments of the function,
+    without which it cannot be tested, as without a returned state if `resumes`.
+    """
+
+    key: str
+    sentence: str
+    statement: Callable
+    inputs: tuple = ({},)
+    needs: str = ""
+    takes: str = ""
+    returns_state: bool = False
+
+    def settings(self, base):
+        return [replace(base, **change) for change in self.inputs]
+
+
+def truth(run, arguments):
+    """The results of the package's own function, by name."""
+    return named_results(run.problem.reference(**arguments), run.problem.results)
+
+
+def same(run, arguments, results=slice(None)):
+    expected, got = truth(run, arguments), run(arguments)
+    for name in run.problem.results[results]:
+        if name in got and name in expected:
+            yield Comparison(f"`{name}`", got[name], expected[name])
+
+
+def all_results(run, s):
+    return same(run, run.problem.arguments(s))
+
+
+def output(run, s):
+    return same(run, run.problem.arguments(s), slice(1))
+
+
+def final_state(run, s):
+    return same(run, run.problem.arguments(s), slice(1, None))
+
+
+def shapes(run, s):
+    for c in all_results(run, s):
+        yield Comparison(f"the shape of {c.what}", list(c.got.shape), list(c.expected.shape))
+        yield Comparison(f"the dtype of {c.what}", c.got.dtype, c.expected.dtype)
+
+
+def resumed(run, s):
+    arguments = run.problem.arguments(s)
+    o, *states = run.problem.results
+    expected = truth(run, arguments)[o]
+    for cut in inner_cuts(s.T):
+        first = run(part(run, arguments, 0, cut))
+        state = tuple(first[name] for name in states if name in first)
+        state = state[0] if len(state) == 1 else state
+        second = run(part(run, arguments, cut, s.T) | {"initial_state": state})
+        yield Comparison(f"`{o}`, cut before token {cut},", torch.cat([first[o], second[o]], 1), expected)
+
+
+def part(run, arguments, start, stop):
+    """The arguments of tokens `start` to `stop`."""
+    return {key: x[:, start:stop] if key in run.problem.over_time else x for key, x in arguments.items()}
+
+
+def inner_cuts(T):
+    return sorted({1, T // 2, T - 1} & set(range(1, T)))
+
+
+def no_later_token(run, s):
+    arguments, other = (run.problem.arguments(replace(s, seed=seed)) for seed in (0, 1))
+    o = run.problem.results[0]
+    before = run(arguments)[o]
+    for cut in inner_cuts(s.T):
+        mixed = {
+            key: torch.cat([x[:, :cut], other[key][:, cut:]], 1) if key in run.problem.over_time else x
+            for key, x in arguments.items()
+        }
+        what = f"`{o}` before token {cut}, when only the tokens from {cut} on change,"
+        yield Comparison(what, run(mixed)[o][:, :cut], before[:, :cut])
+
+
+def unchanged(run, s):
+    arguments = run.problem.arguments(s)
+    passed = {key: tree_map(copy, x) for key, x in arguments.items()}
+    run(passed, copied=False)
+    for (name, before), (_, after) in zip(named_tensors(arguments), named_tensors(passed)):
+        yield Comparison(f"your function changes its input {name}:", after, before)
+
+
+def gradients(run, s):
+    arguments = {key: x for key, x in run.problem.arguments(s).items() if run.takes(key) or not is_floating(x)}
+    got, expected = gradients_of(run, arguments, run.returned), gradients_of(lambda a: truth(run, a), arguments, run.returned)
+    for name in expected:
+        yield Comparison(f"the gradient of {name}", got[name], expected[name])
+
+
+def gradients_of(function, arguments, results):
+    """The gradients of one random number made of the named results, for every tensor among the arguments."""
+    with_grad = {key: tree_map(lambda y: copy(y).requires_grad_() if is_floating(y) else y, x) for key, x in arguments.items()}
+    got = function({key: tree_map(copy, x) for key, x in with_grad.items()})
+    draw = torch.Generator().manual_seed(1)
+    loss = 0
+    for name in results:
+        if name in got:
+            weights = torch.randn(got[name].shape, generator=draw, dtype=torch.float64, device="cpu")
+            loss = loss + (got[name] * weights.to(got[name])).sum()
+    if not loss.requires_grad:
+        raise Stop("returns results that carry no gradient (a detach, no_grad, .item() or NumPy on the way?)")
+    names, xs = zip(*((name, x) for name, x in named_tensors(with_grad)))
+    grads = torch.autograd.grad(loss, xs, allow_unused=True)
+    return {name: torch.zeros_like(x) if grad is None else grad for name, x, grad in zip(names, xs, grads)}
+
+
+def copy(x):
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def named_tensors(arguments):
+    for key, x in arguments.items():
+        for i, y in enumerate(leaves(x)):
+            if is_floating(y):
+                yield f"`{key}[{i}]`" if isinstance(x, tuple) else f"`{key}`", y
+
+
+PACKED = (0, 1, 19, 0, 12)
+MAPS = tuple({"options": (("feature_map", phi), ("normalize", False))} for phi in ("identity", "relu2", "softmax"))
+
+THEOREMS = (
+    Theorem("shapes", "It returns the right shapes, in the dtype of its inputs", shapes, ({}, {"dtype": torch.float32})),
+    Theorem("value", "Its result is that of the definition", output),
+    Theorem("single", "So it is in float32", all_results, ({"dtype": torch.float32},)),
+    Theorem("one", "One token is enough", all_results, ({"T": 1},), "time"),
+    Theorem("ragged", "Any number of tokens will do", all_results, ({"T": 37}, {"T": 70}), "time"),
+    Theorem("widths", "Keys and values may differ in width", all_results, ({"K": 3, "V": 5}, {"K": 5, "V": 3}), "widths"),
+    Theorem("groups", "Heads that come in groups read the head of their group", all_results, ({"HV": 6},), "heads"),
+    Theorem("strong", "Strong gates (g from -8 to -2)", all_results, ({"regime": "strong"},), "g"),
+    Theorem("open", "Open gates (g = 0): nothing is forgotten", all_results, ({"regime": "zero"},), "g"),
+    Theorem("shut", "Very strong gates (g = -1000): finite, and right", all_results, ({"regime": "very strong"},), "g"),
+    Theorem("reflect", "Write strengths up to 2", all_results, ({"beta_max": 2.0},), "beta"),
+    Theorem("large", "Inputs in the thousands", all_results, ({"size": 1000.0},), "large"),
+    Theorem("final state", "The final state is that of the definition", final_state, ({},), "state", "", True),
+    Theorem("initial state", "It goes on from `initial_state`", all_results, ({"state": True},), "state", "initial_state"),
+    Theorem(
+        "resume", "Cut anywhere and resumed, it gives one pass", resumed, ({"T": 12},), "state", "initial_state", True
+    ),
+    Theorem(
+        "nothing", "No tokens leave the state as it is", all_results, ({"T": 0, "state": True},), "state", "initial_state"
+    ),
+    Theorem("causal", "No output reads a later token", no_later_token, ({},), "causal"),
+    Theorem(
+        "chunks",
+        "Any chunk size gives the same result",
+        all_results,
+        tuple({"chunk_size": C} for C in (1, 5, 16, 64)),
+        "chunk_size",
+        "chunk_size",
+    ),
+    Theorem("packed", "Packed sequences do not see each other", all_results, ({"lengths": PACKED},), "packed", "cu_seqlens"),
+    Theorem(
+        "packed states",
+        "Each packed sequence has a state of its own",
+        all_results,
+        ({"lengths": PACKED, "state": True},),
+        "packed_state",
+        "cu_seqlens initial_state",
+    ),
+    Theorem(
+        "options", "Other feature maps, and no normaliser", all_results, MAPS, "feature_map normalize", "feature_map normalize"
+    ),
+    Theorem("scale", "`scale` is a factor", all_results, ({"options": (("scale", 0.3),)},), "scale", "scale"),
+    Theorem("mask", "Without the mask every token is seen", all_results, ({"options": (("causal", False),)},), "mask", "causal"),
+    Theorem("gradients", "Its gradients are those of the definition", gradients),
+    Theorem("shut gradients", "So they are with g = -1000", gradients, ({"regime": "very strong"},), "g"),
+    Theorem(
+        "state gradient", "The gradient reaches `initial_state`", gradients, ({"state": True},), "state", "initial_state"
+    ),
+    Theorem("unchanged", "It leaves its inputs as they are", unchanged, ({"state": True},)),
+)
