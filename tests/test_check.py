@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from linattn_edu.check import check
+from linattn_edu.check import answers, check, check_answer
 from linattn_edu.check.problems import problems
 from linattn_edu.feature_maps import elu1
 
@@ -89,3 +89,32 @@ def test_the_report_repeats(capsys):
         check("linear.recurrent", lambda q, k, v: 2 * naive(q, k, v))
     out = capsys.readouterr().out
     assert out[: len(out) // 2] * 2 == out
+
+
+def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(answers, "TABLE", tmp_path / "answers.json")
+    answers.TABLE.write_text("{}")
+    answers.register("a.bytes", 2048, slips=[(1024, "counts the keys alone")])
+    answers.register("a.ratio", 3.14159, digits=3)
+    answers.register("a.word", ["Linear", 2])
+    assert "2048" not in answers.TABLE.read_text() and "3.14" not in answers.TABLE.read_text()
+    assert check_answer("a.bytes", 2048) and check_answer("a.bytes", torch.tensor(2048.0))
+    assert not check_answer("a.bytes", 2048.5) and not check_answer("a.bytes", 1024)
+    assert not check_answer("a.bytes", 2)
+    for near in (3.14, 3.142, 3.149, 3.131):
+        assert check_answer("a.ratio", near)
+    for far in (3.16, 3.12, -3.14, 314.159, "three", 0):
+        assert not check_answer("a.ratio", far)
+    assert check_answer("a.word", ("linear ", 2)) and not check_answer("a.word", ("linear", 3))
+    said = capsys.readouterr().out
+    for words in (
+        "✓ a.bytes: right.",
+        "✗ a.bytes: not right: it counts the keys alone.",
+        "✗ a.bytes: not right: it is off by a factor of 1024.",
+        "✓ a.ratio: right to 3 significant digits.",
+        "✗ a.ratio: not right to 3 significant digits: it is off by the sign.",
+        "it is off by a factor of 100 (percent?).",
+    ):
+        assert words in said
+    with pytest.raises(ValueError, match="`name`: got 'b', expected one of a.bytes, a.ratio, a.word"):
+        check_answer("b", 1)

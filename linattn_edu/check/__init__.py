@@ -4,12 +4,14 @@
 
     check("linear.recurrent", my_function)
 
-prints which theorems hold and which fail, on how small an input, and what the slip may be.
+prints which theorems hold and which fail, on how small an input, and what the slip may be. `check_answer` compares a
+number with an exercise's answer, of which only a hash is kept.
 """
 
+from linattn_edu.check.answers import check_answer
 from linattn_edu.check.judge import Report, judge
 
-__all__ = ["Report", "check"]
+__all__ = ["Report", "check", "check_answer"]
 
 
 def check(name, function, *, quiet=False, skip=(), **options):
