@@ -95,7 +95,7 @@ def render(root: Path, out: Path, stored: bool) -> bool:
     html = out / "html"
     shutil.rmtree(html, ignore_errors=True)
     status = build_sphinx(
-        root, html, path_config=root / "_config.yml", doctreedir=out / ".doctrees",
+        root, html, noconfig=True, path_config=root / "_config.yml", doctreedir=out / ".doctrees",
         confoverrides={
             "latex_individualpages": False,
             "external_toc_path": str(root / "_toc.yml"),

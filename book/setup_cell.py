@@ -12,11 +12,9 @@ elif importlib.util.find_spec("linattn_edu") is None:
             "linattn_edu is not on this machine. Run `make wheel` in the project's folder, upload dist/linattn_edu-*.whl "
             "beside this notebook (in Colab: the folder icon on the left), and run this cell again. "
             "Or set the environment variable LINATTN_EDU_SOURCE to a git URL or to a wheel.")
-    if "://" not in source:
-        source = pathlib.Path(source).resolve().as_uri()
-    elif not source.endswith(".whl") and not source.startswith("git+"):
+    if "://" in source and not source.endswith(".whl") and not source.startswith("git+"):
         source = "git+" + source
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"linattn_edu[viz,train] @ {source}"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", source, "matplotlib", "tqdm"], check=True)
     importlib.invalidate_caches()
 
 from linattn_edu import doctor, viz

@@ -23,6 +23,8 @@ ADVICE = {
     "gpu": "kernels run on the CUDA device",
 }
 
+FUSED = {"missing": "chunkwise", "late": "chunkwise", "no-gpu": "chunkwise", "gpu": "Triton", "interpret": "Triton, interpreted"}
+
 
 def triton_mode() -> str:
     """How Triton kernels would run in this process: one of the keys of ``ADVICE``.
@@ -62,14 +64,14 @@ def memory_gib() -> float | None:
 
 
 def summary() -> str:
-    """One line for the top of a notebook: versions, device, threads, how kernels would run."""
+    """One line for the top of a notebook: versions, device, and how ``fused`` runs here."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
     else:
-        device = f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        device = f"CPU with {threads} thread{'s' * (threads > 1)}"
     mode = triton_mode()
-    triton = "no triton" if mode == "missing" else f"triton {version_of('triton')} ({mode})"
-    return f"linattn_edu {__version__} | Python {platform.python_version()} | torch {torch.__version__} | {device} | {triton}"
+    return f"linattn_edu {__version__}, torch {torch.__version__}, {device}, triton {mode}: fused is {FUSED[mode]}"
 
 
 def report() -> str:
@@ -124,13 +126,8 @@ def _triton() -> list[str]:
 
 
 def _forms() -> list[str]:
-    mode = triton_mode()
-    fused = {"gpu": "Triton on the GPU", "interpret": "Triton's interpreter on the CPU"}.get(mode, "the same as chunkwise")
-    return [
-        "Forms",
-        _row("recurrent", "yes"), _row("parallel", "yes"), _row("chunkwise", "yes"), _row("step", "yes"),
-        _row("fused", fused),
-    ]
+    everywhere = [_row(form, "yes") for form in ("recurrent", "parallel", "chunkwise", "step")]
+    return ["Forms", *everywhere, _row("fused", f"yes, by {FUSED[triton_mode()]}")]
 
 
 def _extras() -> list[str]:

@@ -1,6 +1,7 @@
 """Sphinx extension: the book's own MathJax, its footer, and plain docstrings in the API page."""
 
 import importlib.metadata
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -35,8 +36,28 @@ def write_footer(app, config):
     )
 
 
+def plain_docstring(app, what, name, obj, options, lines):
+    """Docstrings are plain text: paragraphs become prose, anything indented (formulas, arguments) stays as it stands."""
+    rst, verbatim = [], False
+    for block in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")):
+        if re.search(r"^(\s|>>>)", block, re.MULTILINE):
+            if not verbatim:
+                rst += [".. code-block:: none", "   :class: docstring", ""]
+            rst += [*("   " + line for line in block.split("\n")), ""]
+            verbatim = True
+        else:
+            rst += [re.sub(r"(`+)(.+?)\1|([\\*_|])", prose, block.replace("\n", " ")), ""]
+            verbatim = False
+    lines[:] = rst
+
+
+def prose(match):
+    return f"``{match[2]}``" if match[2] else "\\" + match[3]
+
+
 def setup(app):
     app.config.mathjax_path = "mathjax/tex-chtml.js"
     app.connect("config-inited", write_footer)
+    app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
