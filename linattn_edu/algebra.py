@@ -14,28 +14,43 @@ def read(S, q):
     return (q[..., None, :] @ S)[..., 0, :]
 
 
-def decay_matrix(G):
-    """What is left at token i of a write at token j: `G [..., C]`, the log-decay cumulated over the block, ->
+def since_start(g):
+    """What token i finds of the state that its block started from, exp(g_1 + ... + g_i): `g [..., C, K]` -> the same."""
+    return g.cumsum(-2).exp()
 
-    D_ij = exp(G_i - G_j) for j <= i, else 0,   `[..., C, C]`.
 
-    Masked before it is exponentiated: above the diagonal the exponent is positive, and there an infinity would leave
-    NaN gradients even where a mask hides it from the output.
+def to_end(g):
+    """What the end of the block finds of a write at token i, exp(g_{i+1} + ... + g_C): `g [..., C, K]` -> the same.
+
+    The sum is taken from the end, not as the difference G_C - G_i of running sums G: after one strong gate, say -1e4,
+    G holds three digits of the weak ones, and the gradient of a difference rounds where the terms should cancel.
     """
-    return (G[..., :, None] - G[..., None, :]).tril().exp().tril()
+    later = F.pad(g[..., 1:, :], (0, 0, 0, 1))
+    return later.flip(-2).cumsum(-2).flip(-2).exp()
 
 
-def channel_scores(q, k, G):
-    """Scores whose decay differs from channel to channel: `q, k, G [..., C, K]`, G cumulated over the block, ->
+def decay_matrix(g):
+    """What token i finds of a write at token j, for one gate a token: `g [..., C]` ->
 
-    P_ij = sum_c q_ic k_jc exp(G_ic - G_jc) for j <= i, else 0,   `[..., C, C]`.
+    D_ij = exp(g_{j+1} + ... + g_i) for j <= i, else 0,   `[..., C, C]`.
 
-    The one matmul (q exp(G)) (k exp(-G))^T would overflow. Seen from the token r before the middle of the block it is
-    safe for queries of the later half and keys of the earlier one,
+    Each entry has a sum of its own, for the reason given in `to_end`. No exponent is positive.
+    """
+    sums = g[..., None].expand(*g.shape, g.shape[-1]).tril(-1).cumsum(-2)
+    return sums.exp().tril()
 
-        (q_i exp(G_i - G_r))^T (k_j exp(G_r - G_j)),   j <= r < i,
 
-    since no exponent is positive; the two halves are blocks of their own, down to one token, where nothing decays.
+def channel_scores(q, k, g):
+    """Scores whose decay differs from channel to channel: `q, k, g [..., C, K]` ->
+
+    P_ij = sum_c q_ic k_jc exp(g_{j+1,c} + ... + g_ic) for j <= i, else 0,   `[..., C, C]`.
+
+    The one matmul (q exp(G)) (k exp(-G))^T, G the running sum of g, would overflow. For queries of the later half of
+    the block and keys of the earlier one the decay is that to the end of one half and since the start of the other:
+
+        P_ij = (q_i since_start(g)_i)^T (k_j to_end(g)_j),   j <= C/2 < i,
+
+    and no factor exceeds 1. The two halves are blocks of their own, down to one token, where nothing decays.
     `q` may have further leading axes: several kinds of queries then share the factors of k.
 
     GLA's secondary chunking (Yang et al. 2024, section 4.3) carried on to blocks of one token.
@@ -44,12 +59,11 @@ def channel_scores(q, k, G):
     if C == 1:
         return (q * k).sum(-1, keepdim=True)
     if C % 2:
-        return channel_scores(*(F.pad(x, (0, 0, 1, 0)) for x in (q, k, G)))[..., 1:, 1:]
-    q, k, G = (x.unflatten(-2, (2, C // 2)) for x in (q, k, G))
-    (_, q_late), (k_early, _), (G_early, G_late) = (x.unbind(-3) for x in (q, k, G))
-    G_r = G_early[..., -1:, :]
-    across = (q_late * (G_late - G_r).exp()) @ (k_early * (G_r - G_early).exp()).mT
-    early, late = channel_scores(q, k, G).unbind(-3)
+        return channel_scores(*(F.pad(x, (0, 0, 1, 0)) for x in (q, k, g)))[..., 1:, 1:]
+    q, k, g = (x.unflatten(-2, (2, C // 2)) for x in (q, k, g))
+    (_, q_late), (k_early, _), (g_early, g_late) = (x.unbind(-3) for x in (q, k, g))
+    across = (q_late * since_start(g_late)) @ (k_early * to_end(g_early)).mT
+    early, late = channel_scores(q, k, g).unbind(-3)
     return torch.cat([F.pad(early, (0, C // 2)), torch.cat([across, late], -1)], -2)
 
 

@@ -14,7 +14,7 @@ g_t = Delta_t A and v_t = Delta_t x_t, with k = B, q = C and no scale; here g an
 import torch
 
 from linattn_edu import linear, validate
-from linattn_edu.algebra import decay_matrix, outer, scan
+from linattn_edu.algebra import decay_matrix, outer, scan, since_start, to_end
 from linattn_edu.forms import Operator, computing_dtype, full_precision, share_heads
 from linattn_edu.validate import Sizes
 
@@ -25,13 +25,13 @@ def update(q, k, v, g, S):
 
 
 def intra(q, k, v, g):
-    """In a block that starts from the state S, where G is the running sum of g and D_ij = exp(G_i - G_j), i >= j, else 0:
+    """In a block that starts from the state S, where D_ij = exp(g_{j+1} + ... + g_i) for i >= j, else 0:
 
-    O = (Q K^T * D) V + Diag(exp(G)) Q S,   S' = exp(G_C) S + (Diag(exp(G_C - G)) K)^T V.
+    O = (Q K^T * D) V + Diag(since_start) Q S,   S' = decay S + (Diag(to_end) K)^T V,
+    since_start_i = exp(g_1 + ... + g_i),   to_end_i = exp(g_{i+1} + ... + g_C),   decay = since_start_C.
     """
-    G = g.cumsum(-1)
-    since_start, to_end = G.exp()[..., None], (G[..., -1:] - G).exp()[..., None]
-    return (q @ k.mT * decay_matrix(G)) @ v, since_start * q, (to_end * k).mT @ v, since_start[..., -1:, :]
+    start, end = since_start(g[..., None]), to_end(g[..., None])
+    return (q @ k.mT * decay_matrix(g)) @ v, start * q, (end * k).mT @ v, start[..., -1:, :]
 
 
 def inter(o, q, kv, decay, S):

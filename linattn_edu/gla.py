@@ -8,7 +8,7 @@ forgets at the rate of that channel. The layer's gate is `gates.gla_decay`.
 """
 
 from linattn_edu import linear
-from linattn_edu.algebra import channel_scores
+from linattn_edu.algebra import channel_scores, since_start, to_end
 from linattn_edu.decay import inter
 from linattn_edu.forms import Operator
 
@@ -19,14 +19,13 @@ def update(q, k, v, g, S):
 
 
 def intra(q, k, v, g):
-    """The block of `decay`, where each channel c of q and k decays by itself, G [C, K] the running sum of g:
+    """The block of `decay`, where each channel c of q and k decays by itself, g [C, K]:
 
-    P_ij = sum_c Q_ic K_jc exp(G_ic - G_jc) for i >= j, else 0,
-    O = P V + (exp(G) * Q) S,   S' = Diag(exp(G_C)) S + (exp(G_C - G) * K)^T V.
+    P_ij = sum_c Q_ic K_jc exp(g_{j+1,c} + ... + g_ic) for i >= j, else 0,
+    O = P V + (since_start * Q) S,   S' = Diag(decay) S + (to_end * K)^T V.
     """
-    G = g.cumsum(-2)
-    since_start, to_end = G.exp(), (G[..., -1:, :] - G).exp()
-    return channel_scores(q, k, G) @ v, since_start * q, (to_end * k).mT @ v, since_start[..., -1:, :].mT
+    start, end = since_start(g), to_end(g)
+    return channel_scores(q, k, g) @ v, start * q, (end * k).mT @ v, start[..., -1:, :].mT
 
 
 operator = Operator(

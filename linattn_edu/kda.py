@@ -10,7 +10,7 @@ that the decay comes first is part of the definition.
 import torch
 
 from linattn_edu import deltanet
-from linattn_edu.algebra import channel_scores
+from linattn_edu.algebra import channel_scores, since_start, to_end
 from linattn_edu.deltanet import ut_transform
 from linattn_edu.forms import Operator
 from linattn_edu.gated_deltanet import inter
@@ -22,20 +22,19 @@ def update(q, k, v, g, beta, S):
 
 
 def intra(q, k, v, g, beta):
-    """Gated DeltaNet's block, where each channel c of q and k decays by itself, G [C, K] the running sum of g:
+    """Gated DeltaNet's block, where each channel c of q and k decays by itself, g [C, K]:
 
-    P(X, Y)_ij = sum_c X_ic Y_jc exp(G_ic - G_jc) for i >= j, else 0,
-    A = Diag(beta) tril(P(K, K), -1),   (I + A) W = Diag(beta) (exp(G) * K),   (I + A) U = Diag(beta) V,
-    V' = U - W S,   O = (exp(G) * Q) S + P(Q, K) V',   S' = Diag(exp(G_C)) S + (exp(G_C - G) * K)^T V'.
+    P(X)_ij = sum_c X_ic K_jc exp(g_{j+1,c} + ... + g_ic) for i >= j, else 0,
+    A = Diag(beta) tril(P(K), -1),   (I + A) W = Diag(beta) (since_start * K),   (I + A) U = Diag(beta) V,
+    V' = U - W S,   O = (since_start * Q) S + P(Q) V',   S' = Diag(decay) S + (to_end * K)^T V'.
 
-    The paper's eqs. 6-9 write P(K, K) as (exp(G) * K) (K / exp(G))^T, whose second factor overflows in float32 once
-    G < -88. `channel_scores` never forms it.
+    The paper's eqs. 6-9 write P(K) as (Gamma * K) (K / Gamma)^T with Gamma = since_start, whose second factor overflows
+    in float32 once the block has decayed by e^-88. `channel_scores` never forms it.
     """
-    G = g.cumsum(-2)
-    since_start, to_end = G.exp(), (G[..., -1:, :] - G).exp()
-    q_scores, k_scores = channel_scores(torch.stack([q, k]), k, G)
-    W, U = ut_transform(k_scores, beta, since_start * k, v)
-    return since_start * q, q_scores, to_end * k, W, U, since_start[..., -1:, :].mT
+    start, end = since_start(g), to_end(g)
+    q_scores, k_scores = channel_scores(torch.stack([q, k]), k, g)
+    W, U = ut_transform(k_scores, beta, start * k, v)
+    return start * q, q_scores, end * k, W, U, start[..., -1:, :].mT
 
 
 operator = Operator(
