@@ -5,7 +5,6 @@ import html.parser
 import io
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 
@@ -70,6 +69,22 @@ def costs_figure():
     return figure
 
 
+def two_costs_figure():
+    figure, axes = plt.subplots(1, 2, figsize=(6, 3))
+    T = 2.0 ** np.arange(8, 15)
+    for ax, name in zip(axes, ("time (ms)", "memory (MB)")):
+        viz.costs(ax, T, {"softmax": T**2 * 1e-6, "linear": T * 2e-3}, ylabel=name)
+    return figure
+
+
+def curves_figure():
+    figure, ax = plt.subplots()
+    position = np.arange(1, 65)
+    entropy = {"softmax": np.log(position) * 0.5, "elu1": np.log(position) * 0.97, "relu": np.log(position) * 0.93}
+    viz.curves(ax, position, entropy, xlabel="position", ylabel="entropy (nats)")
+    return figure
+
+
 def bars_figure():
     figure, ax = plt.subplots(figsize=(6, 2.6))
     viz.bars(ax, {"elu1": 0.31, "relu": 0.42, "softmax per token": 0.12}, xlabel="relative error to softmax")
@@ -89,7 +104,9 @@ FIGURES = {
     "bracketing, short": lambda: viz.bracketing(8, 32, 16),
     "chunked mask": lambda: viz.chunked_mask(16, 4),
     "chunked mask, ragged": lambda: viz.chunked_mask(22, 4),
+    "curves": curves_figure,
     "costs": costs_figure,
+    "costs side by side": two_costs_figure,
     "bars": bars_figure,
 }
 
@@ -335,7 +352,18 @@ def test_costs_draw_medians_bands_and_guides():
     slope = np.diff(np.log(guide.get_ydata())) / np.diff(np.log(guide.get_xdata()))
     assert np.allclose(slope, 1) and (guide.get_ydata() < guide.get_xdata()).all()
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "4"]
     assert sorted(text.get_text() for text in ax.texts) == ["$\\propto T$", "a", "b"]
+
+
+def test_curves_are_named_at_their_ends():
+    figure, ax = plt.subplots()
+    series = {"a": [-1.0, 0, 1], "b": [0.0, 5, 5]}
+    viz.curves(ax, [0, 1, 2], series, xlabel="position", ylabel="error", colors={"b": "red"})
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[-1, 0, 1], [0, 5, 5]]
+    assert {text.get_text(): text.xy for text in ax.texts} == {"a": (2, 1), "b": (2, 5)}
+    assert ax.lines[1].get_color() == "red" == ax.texts[1].get_color()
+    assert ax.get_yscale() == "linear"
 
 
 def test_bars_carry_their_numbers():
@@ -414,7 +442,7 @@ def test_a_film_keeps_colours_to_within_what_the_eye_sees(monkeypatch):
     seen = []
     monkeypatch.setattr(states_module, "film", lambda figure, draw, frames, **_: seen.append((figure, draw, frames)))
     state_film(T=6)
-    (figure, draw, frames), = seen
+    figure, draw, frames = seen[0]
     exact = []
     for t in frames:
         draw(t)
@@ -431,7 +459,7 @@ def test_a_state_film_draws_state_key_and_value_of_each_token(monkeypatch):
     monkeypatch.setattr(states_module, "film", lambda figure, draw, frames, **_: seen.append((figure, draw, frames)))
     keys, values, states = memory(5, 3, 4)
     viz.state_film(states, keys=keys, values=values, tokens=TEXT[:5], alt="x")
-    (figure, draw, frames), = seen
+    figure, draw, frames = seen[0]
     main, key, value = figure.axes[:3]
     assert list(frames) == list(range(5))
     for t in frames:
@@ -454,17 +482,14 @@ def test_a_state_film_can_be_read_on_a_phone(monkeypatch, T, K, V):
     seen = []
     monkeypatch.setattr(states_module, "film", lambda figure, draw, frames, **_: seen.append((figure, draw)))
     state_film(T, K, V)
-    (figure, draw), = seen
+    figure, draw = seen[0]
     draw(T - 1)
     test_capital_letters_are_at_least_6_px_high_on_a_phone(figure)
     test_no_text_leaves_the_figure_or_touches_another(figure)
 
 
-def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path):
+def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path, chromium):
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("no chromium on this machine: apt-get install chromium")
     film = state_film(T=4, fps=20)
     page_file = tmp_path / "film.html"
     page_file.write_text(f"<!doctype html><meta charset=utf-8><body>{film.html}{film.html}", encoding="utf-8")
@@ -505,7 +530,7 @@ def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda ax: viz.attention_map(ax, np.ones((1, 3, 3))), r"`weights`: got shape \[1, 3, 3\], expected \[Tq, Tk\]"),
+        (lambda ax: viz.attention_map(ax, np.ones((1, 3, 3))), r"`weights`: .* \[1, 3, 3\], expected \[Tq, Tk\]"),
         (lambda ax: viz.attention_map(ax, np.eye(3), b"ab"), "`tokens_q`: got 2, expected T = 3"),
         (lambda ax: viz.attention_maps(np.ones((2, 3, 3)), ["a"]), "`titles`: got 1, expected N = 2"),
         (lambda ax: viz.state_map(ax, np.ones(3)), r"`state`: got shape \[3\], expected \[K, V\]"),
@@ -519,7 +544,8 @@ def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path):
         (lambda ax: viz.film(ax.figure, id, [1], alt=" "), "`alt`: got an empty text"),
         (lambda ax: viz.bracketing(0, 4, 4), "`T`: got 0, expected a whole number of at least 1"),
         (lambda ax: viz.chunked_mask(8, 2.5), "`C`: got 2.5, expected a whole number of at least 1"),
-        (lambda ax: viz.costs(ax, [1, 2], {"a": [1.0]}, ylabel="s"), r"`series\['a'\]`: got shape \[1\], expected \[X\] with X = 2"),
+        (lambda ax: viz.costs(ax, [1, 2], {"a": [1.0]}, ylabel="s"), r"`series\['a'\]`: .* \[X\] with X = 2"),
+        (lambda ax: viz.curves(ax, [1], {"a": [np.nan]}, xlabel="", ylabel=""), r"`series\['a'\]`: got NaN alone"),
         (lambda ax: viz.costs(ax, [1, 2], {"a": [0.0, 1.0]}, ylabel="s"), r"`series\['a'\]`: .* positive"),
     ],
 )

@@ -10,7 +10,7 @@ except ImportError as error:
     raise ImportError('linattn_edu.viz needs matplotlib: pip install "linattn_edu[viz]"') from error
 
 from .attention import attention_map, attention_maps
-from .curves import bars, costs
+from .curves import bars, costs, curves
 from .player import Film, film
 from .schemes import bracketing, chunked_mask
 from .states import state_film, state_map, state_strip
@@ -20,5 +20,5 @@ from .tokens import token_labels
 __all__ = [
     "COLORS", "INK", "MUTED", "PAPER", "SIGNED", "WEIGHTS", "use_style", "token_labels",
     "attention_map", "attention_maps", "state_map", "state_strip", "state_film", "Film", "film",
-    "bracketing", "chunked_mask", "costs", "bars",
+    "bracketing", "chunked_mask", "curves", "costs", "bars",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ def as_array(name, x, axes, **sizes):
         size != sizes.get(letter, size) for letter, size in zip(letters, array.shape)
     ):  # fmt: skip
         known = " with " + ", ".join(f"{letter} = {size}" for letter, size in sizes.items()) if sizes else ""
-        raise ValueError(f"`{name}`: got shape {list(array.shape)}, expected [{', '.join(letters)}]{known}, none of them 0")
+        raise ValueError(f"`{name}`: got shape {list(array.shape)}, expected [{', '.join(letters)}]{known}, none empty")
     return array
 
 

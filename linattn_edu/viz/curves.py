@@ -1,4 +1,4 @@
-"""Costs against the number of tokens, and bars: each line and bar is named where it stands."""
+"""Lines against tokens or positions, and bars: each line and bar is named where it stands."""
 
 import numpy as np
 
@@ -8,26 +8,39 @@ from .style import COLORS, MUTED
 CYCLE = [COLORS[role] for role in ("error", "queries", "values", "keys", "state", "gate")]
 
 
-def costs(ax, x, series, *, ylabel, xlabel="tokens T", slopes=(), colors=None):
-    """Draw each of `series` (name -> values) against `x` on log-log axes, named at its right end; returns `ax`.
+def curves(ax, x, series, *, xlabel, ylabel, colors=None, marker=None):
+    """Draw each of `series` (name -> values) against `x`, named at its right end; returns `ax`.
 
     Values are `[X]`, or `[X, repeats]`: then the line is the median and the band runs from the least to the greatest.
-    NaN leaves a point out (out of memory, say). `slopes=(1, 2)` adds guides proportional to T and T^2, each a little
-    below the line that is nearest to it in slope. `ylabel` names the quantity with its unit.
+    NaN leaves a point out (out of memory, say). `ylabel` names the quantity with its unit; `colors` maps names to
+    colours.
+    """
+    _draw(ax, as_array("x", x, "X"), series, colors, marker)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.grid(axis="y")
+    _name_lines(ax)
+    return ax
+
+
+def costs(ax, x, series, *, ylabel, xlabel="tokens T", slopes=(), colors=None):
+    """Draw time, bytes or operations against `x` like `curves`, on log-log axes with the points marked; returns `ax`.
+
+    `slopes=(1, 2)` adds guides proportional to T and T^2, each a little below the line that is nearest to it in slope.
     """
     x = as_array("x", x, "X")
     ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
     ax.grid(axis="y")
-    lines = {name: _median(name, x, values) for name, values in series.items()}
-    for (name, (at, low, middle, high)), default in zip(lines.items(), CYCLE * len(lines)):
-        color = (colors or {}).get(name, default)
-        ax.plot(at, middle, color=color, marker="o", label=name)
-        ax.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
+    lines = _draw(ax, x, series, colors, "o")
+    for name, (_, low, _, _) in lines.items():
+        if low.min() <= 0:
+            raise ValueError(f"`series[{name!r}]`: got {low.min():g}, expected positive numbers on log axes")
     for slope in slopes:
         _guide(ax, slope, lines.values())
-    ax.set_xticks(ticks := x[:: -(-len(x) // 7)], [_short(t) for t in ticks], minor=False)
+    room = ax.figure.get_size_inches()[0] * ax.get_position().width / 0.6
+    ticks = x[:: -(-len(x) // max(int(room), 1))]
+    ax.set_xticks(ticks, [_short(t) for t in ticks])
     ax.set_xticks([], minor=True)
-    _name_lines(ax, x.max())
+    _name_lines(ax)
     return ax
 
 
@@ -48,6 +61,16 @@ def bars(ax, values, *, xlabel, color=MUTED, form="{:.3g}"):
     return ax
 
 
+def _draw(ax, x, series, colors, marker):
+    lines = {name: _median(name, x, values) for name, values in series.items()}
+    for n, (name, (at, low, middle, high)) in enumerate(lines.items()):
+        color = (colors or {}).get(name, CYCLE[n % len(CYCLE)])
+        ax.plot(at, middle, color=color, marker=marker, label=name)
+        if (low < high).any():
+            ax.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
+    return lines
+
+
 def _median(name, x, values):
     """Where there are values: x, and their least, median and greatest."""
     name = f"series[{name!r}]"
@@ -56,8 +79,8 @@ def _median(name, x, values):
     else:
         values = as_array(name, values, "X", X=len(x))[:, None]
     here = ~np.isnan(values).any(1)
-    if not (values[here] > 0).all() or not here.any():
-        raise ValueError(f"`{name}`: got {values[here].ravel().tolist()}, expected positive numbers")
+    if not here.any():
+        raise ValueError(f"`{name}`: got NaN alone, expected at least one number")
     values = values[here]
     return x[here], values.min(1), np.median(values, 1), values.max(1)
 
@@ -69,29 +92,27 @@ def _guide(ax, slope, lines):
 
     x, _, y, _ = min(lines, key=lambda line: abs(end_slope(line) - slope))
     at = x[len(x) // 2 :]
-    power = "T" if slope == 1 else f"T^{{{slope:g}}}"
-    ax.plot(
-        at, y[-1] / 3 * (at / at[-1]) ** slope, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=rf"$\propto {power}$"
-    )
+    name = rf"$\propto {'T' if slope == 1 else f'T^{{{slope:g}}}'}$"
+    ax.plot(at, y[-1] / 3 * (at / at[-1]) ** slope, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=name)
 
 
-def _name_lines(ax, end):
+def _name_lines(ax):
     """Name each line: right of its last point, moved off its neighbours, or above it if the line stops early."""
-    low, high = np.log(ax.get_ylim())
-    points = 72 * ax.figure.get_size_inches()[1] * 0.75 / (high - low)
+    ax.autoscale_view()
+    points = 72 * ax.figure.get_size_inches()[1] * ax.get_position().height
     style = {"textcoords": "offset points", "annotation_clip": False}
+    end = max(line.get_xdata()[-1] for line in ax.lines)
     full = []
     for line in ax.lines:
-        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
-        if x == end:
-            full.append((np.log(y) * points, line))
+        last = line.get_xdata()[-1], line.get_ydata()[-1]
+        if last[0] == end:
+            height = ax.transLimits.transform(ax.transScale.transform(last))[1] * points
+            full.append((height, line.get_label(), last, line.get_color()))
         else:
-            ax.annotate(line.get_label(), (x, y), (-8, 4), ha="right", color=line.get_color(), **style)
-    full.sort(key=lambda pair: pair[0])
-    places = _apart([place for place, _ in full], 15)
-    for place, (natural, line) in zip(places, full):
-        point = (end, line.get_ydata()[-1])
-        ax.annotate(line.get_label(), point, (9, place - natural), va="center", color=line.get_color(), **style)
+            ax.annotate(line.get_label(), last, (-8, 4), ha="right", color=line.get_color(), **style)
+    full.sort()
+    for place, (height, name, last, color) in zip(_apart([height for height, *_ in full], 15), full):
+        ax.annotate(name, last, (9, place - height), va="center", color=color, **style)
 
 
 def _apart(places, gap):

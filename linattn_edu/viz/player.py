@@ -18,9 +18,9 @@ PLAYER = Template("""\
 <div class="animation" data-film="$id" style="max-width:100%; text-align:center">
 <img src="$still" alt="$alt" width="$width" height="$height" style="max-width:100%; height:auto">
 <div hidden>
-<button type="button" title="Previous frame" aria-label="Previous frame">&#x2039;</button>
-<button type="button" title="Play" aria-label="Play">&#x25B6;&#xFE0E;</button>
-<button type="button" title="Next frame" aria-label="Next frame">&#x203A;</button>
+<button type="button" title="Previous frame" aria-label="Previous frame" style="$touch">&#x2039;</button>
+<button type="button" title="Play" aria-label="Play" style="$touch">&#x25B6;&#xFE0E;</button>
+<button type="button" title="Next frame" aria-label="Next frame" style="$touch">&#x203A;</button>
 <input type="range" min="0" max="$last" value="$start" aria-label="Frame" style="width:50%; vertical-align:middle">
 </div>
 <script>
@@ -84,7 +84,7 @@ def film(figure, draw, frames, *, alt, fps=2.0, still=-1):
     return Film(alt, len(shots), PLAYER.substitute(
         id=hashlib.sha256("".join(encoded).encode()).hexdigest()[:12], frames=frames, start=start, last=len(shots) - 1,
         still="data:image/png;base64," + encoded[start], alt=html.escape(alt), width=width, height=height,
-        ms=round(1000 / fps),
+        ms=round(1000 / fps), touch="min-width:2.4em; min-height:2.4em",
     ))  # fmt: skip
 
 

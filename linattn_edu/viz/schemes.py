@@ -75,7 +75,7 @@ def _formula(ax, formula, shapes, scale):
         if part in shapes:
             _matrix(ax, x + slot / 2, part, *shapes[part], scale)
         elif part != ",":
-            ax.text(x + slot / 2, 0, part, ha="center", va="center", fontsize=18 if part == "·" else 13, color=MUTED)
+            ax.text(x + slot / 2, 0, part, ha="center", va="center", fontsize=24 if part == "·" else 13, color=MUTED)
         x += slot
 
 

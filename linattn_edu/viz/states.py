@@ -28,20 +28,20 @@ def state_map(ax, state, *, limit=None, title=None, colorbar=True):
 
 
 def state_strip(states, *, times=None, tokens=None, limit=None):
-    """The states `states [T, K, V]` after the tokens numbered `times` (from 1; default five), on one colour scale.
+    """The states `states [T, K, V]` after the tokens numbered `times` (from 1; default four), on one colour scale.
 
-    `states[t - 1]` is S_t. Returns the Figure; 4 to 6 times read well.
+    `states[t - 1]` is S_t. Returns the Figure; 4 to 6 of them read well.
     """
     states = as_array("states", states, "T K V")
     total, rows, columns = states.shape
-    times = np.unique(np.geomspace(1, total, 5).round().astype(int)) if times is None else list(times)
+    times = np.unique(np.geomspace(1, total, 4).round().astype(int)) if times is None else list(times)
     labels = None if tokens is None else token_labels(tokens)
     if labels is not None:
         same_size("tokens", len(labels), total, "T")
     if not all(1 <= t <= total for t in times):
         raise ValueError(f"`times`: got {list(times)}, expected numbers from 1 to T = {total}")
-    panel = 4.2 / len(times)
-    figure, axes = plt.subplots(1, len(times), squeeze=False, figsize=(6.0, 0.7 + 0.2 * (labels is not None) + panel * rows / columns))
+    height = (0.95 if labels else 0.75) + 4.2 / len(times) * rows / columns
+    figure, axes = plt.subplots(1, len(times), squeeze=False, figsize=(6.0, height))
     limit = np.abs(states).max() if limit is None else limit
     for ax, t in zip(axes[0], times):
         state_map(ax, states[t - 1], limit=limit, colorbar=False)

@@ -36,6 +36,8 @@ STYLE = {
     "figure.dpi": 120,
     "figure.facecolor": PAPER,
     "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.06,
+    "figure.constrained_layout.w_pad": 0.06,
     "savefig.dpi": "figure",
     "axes.facecolor": PAPER,
     "axes.edgecolor": MUTED,
