@@ -21,6 +21,14 @@ def relative_rms(got, exact):
     return ((got.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
 
 
+def gradients(form, a):
+    """The output, the final state, and the gradient of every argument for weights drawn for both."""
+    a = {name: x.detach().clone().requires_grad_() for name, x in a.items()}
+    o, S = form(**a, output_final_state=True)
+    loss = sum((x * normal(*x.shape, seed=seed).to(x.dtype)).sum() for seed, x in enumerate((o, S)))
+    return o, S, dict(zip(a, torch.autograd.grad(loss, list(a.values()))))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_without_decay_it_is_deltanet_to_the_bit(form):
     a = inputs("gated_deltanet", "zero", T=70, dtype=torch.float32) | {"output_final_state": True}
@@ -135,19 +143,22 @@ def test_erratum_of_kimi_linear_the_decay_from_i_to_j_starts_after_i():
     assert relative_rms(block_by_hand(a, decays(0)), exact) > 0.05
 
 
-def with_gate(gate, name="gated_deltanet"):
-    """float32 arguments whose gate is one constant, or a reset of e^-60 at every tenth token among weak ones."""
-    a = inputs(name, B=1, T=256, H=2, HV=2, K=64, V=64, dtype=torch.float32)
-    if gate == "reset":
-        hit = torch.rand(a["g"].shape, generator=torch.Generator().manual_seed(0)) < 0.1
-        return a | {"g": torch.where(hit, -60.0, -0.01)}
-    return a | {"g": torch.full_like(a["g"], gate)}
+def with_gate(gate):
+    """float32 arguments whose gate is a constant, or a reset at every tenth token or so among weak gates."""
+    a = inputs("gated_deltanet", B=1, T=256, H=2, HV=2, K=64, V=64, dtype=torch.float32)
+    if isinstance(gate, float):
+        return a | {"g": torch.full_like(a["g"], gate)}
+    hit = torch.rand(a["g"].shape, generator=torch.Generator().manual_seed(0)) < 0.1
+    return a | {"g": torch.where(hit, float(gate.removeprefix("reset")), -0.01)}
 
 
 @pytest.mark.parametrize("form", ["parallel", "chunkwise"])
-@pytest.mark.parametrize("gate", [-0.01, -0.1, -0.3, -1.3, -2.0, -5.0, -7.3, -12.0, -20.0, "reset"])
-def test_float32_is_accurate_for_gates_of_any_strength(gate, form):
-    a = with_gate(gate) | {"output_final_state": True}
-    double = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in a.items()}
-    for got, exact in zip(getattr(gated_deltanet, form)(**a), gated_deltanet.recurrent(**double)):
-        assert relative_rms(got, exact) < (1e-4 if gate == "reset" else 1e-5)
+@pytest.mark.parametrize("gate", [-0.01, -0.3, -1.3, -2.0, -5.0, -7.3, -12.0, -20.0, "reset-60", "reset-1e4"])
+def test_float32_is_as_good_as_the_recurrence_for_gates_of_any_strength(gate, form):
+    """Outputs, states and every gradient, that of g among them, which at g = -20 is a billionth of the others."""
+    a = with_gate(gate)
+    double = {name: x.double() for name, x in a.items()}
+    *got, slopes = gradients(getattr(gated_deltanet, form), a)
+    *exact, exact_slopes = gradients(gated_deltanet.recurrent, double)
+    for x, y in zip([*got, *slopes.values()], [*exact, *exact_slopes.values()], strict=True):
+        assert relative_rms(x, y) < 1e-6
