@@ -95,7 +95,7 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
         return (S[..., :-1], S[..., -1]) if self.normalize else S
 
 
-operator = Operator(update, intra, inter, space=FeatureSpace, source="Katharopoulos et al. 2020, eqs. 8-12 and 16-20.")
+operator = Operator(update, intra, inter, space=FeatureSpace, source="Katharopoulos et al. 2020, eqs. 8-12; as an RNN, eqs. 13-17.")
 recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)
 
 
