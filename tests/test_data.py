@@ -4,6 +4,7 @@ import doctest
 import hashlib
 import subprocess
 import sys
+from collections import Counter
 from importlib.resources import files
 
 import pytest
@@ -91,6 +92,15 @@ def test_every_training_window_is_equally_likely():
     assert abs(share - expected) < 4 * (expected * (1 - expected) / len(rows)) ** 0.5
     places = torch.tensor([emma.find(row) for row in rows if row in emma]) / len(emma)
     assert torch.histc(places, 10, 0, 1).min() > 0.7 * len(places) / 10
+
+
+def test_windows_of_two_texts_are_all_reached_equally_often_and_none_straddles(monkeypatch):
+    tiny = dict(zip(data.members("train"), (b"abcdef", b"uvwxy")))
+    monkeypatch.setattr("linattn_edu.data.batches.load_bytes", lambda n: torch.tensor(list(tiny[n]), dtype=torch.uint8))
+    x, y = next(data.batches("train", batch=5000, length=3, seed=0))
+    seen = Counter(data.decode(torch.cat([a, b[-1:]])) for a, b in zip(x, y))
+    assert set(seen) == {"abcd", "bcde", "cdef", "uvwx", "vwxy"}
+    assert all(abs(n - 1000) < 4 * (5000 * 0.2 * 0.8) ** 0.5 for n in seen.values())
 
 
 def test_a_window_can_begin_and_end_with_the_text():

@@ -13,7 +13,7 @@ import torch
 
 from linattn_edu import data, models
 from linattn_edu.models import ByteLM, ByteLMConfig, rope
-from linattn_edu.train import evaluate
+from linattn_edu.train import evaluate, loss_by_position
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +230,31 @@ def test_shipped_model_beats_unigrams_and_bigrams(pretrained):
     pairs = counts + 1
     bigram = -(pairs / pairs.sum(1, keepdim=True))[x, y].log().mean().item()
     assert evaluate(pretrained) < 1.45 < bigram - 0.9 < unigram - 1.3
+
+
+def test_shipped_model_has_sharp_heads_and_one_that_reads_the_previous_byte(pretrained):
+    x, _ = data.windows("validation", length=256, count=16)
+    with torch.no_grad():
+        seen = pretrained.qkv(x)
+    weights = []
+    for q, k, _ in seen:
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+        weights.append(scores.masked_fill(~torch.ones(256, 256).tril().bool(), -torch.inf).softmax(-1)[:, :, 64:])
+    weights = torch.stack(weights)  # [layer, window, head, 192 queries, 256 keys]
+    largest = weights.amax(-1).mean((1, 3))
+    previous = weights.diagonal(63, 3, 4).mean((1, 3))
+    assert previous.shape == largest.shape == (3, 2)
+    assert largest.max() > 0.75 and previous[0].max() > 0.5
+    # A uniform head would give each of its 160 visible bytes, on average, under a hundredth.
+    assert (largest > 0.3).all()
+
+
+def test_shipped_model_uses_its_context_and_fails_beyond_its_training_length(pretrained):
+    loss = loss_by_position(pretrained, *data.windows("validation", length=512, count=48))
+    assert loss[0] > 2.2 and loss[1:4].mean() > 1.6
+    assert loss[:16].mean() - 0.2 > loss[16:256].mean()
+    assert models.pretrained_record()["length"] == 256
+    assert loss[384:].mean() > loss[64:256].mean() + 1.0
 
 
 def test_models_and_data_need_no_extras():

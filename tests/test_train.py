@@ -96,6 +96,32 @@ def test_update_at_rate_zero_changes_nothing_and_clips_the_gradient():
     assert norms[0] > 0.5 and norms[1] == pytest.approx(0.5, rel=1e-4)
 
 
+def test_update_is_adamw_by_its_formulas():
+    """Loshchilov and Hutter 2019, algorithm 2, with the gradients that the model itself reports."""
+    model, stream = small().double(), data.batches(batch=4, length=32)
+    lr, decay, beta1, beta2, eps = 0.01, 0.3, 0.9, 0.99, 1e-8
+    optimizer = adamw(model, lr=lr, weight_decay=decay)
+    theta = {n: p.detach().clone() for n, p in model.named_parameters()}
+    first, second = ({n: torch.zeros_like(p) for n, p in theta.items()} for _ in range(2))
+    for step in (1, 2, 3):
+        update(model, optimizer, *next(stream), rate=lr / step, clip=1e9)
+        for n, p in model.named_parameters():
+            first[n] = beta1 * first[n] + (1 - beta1) * p.grad
+            second[n] = beta2 * second[n] + (1 - beta2) * p.grad**2
+            m, v = first[n] / (1 - beta1**step), second[n] / (1 - beta2**step)
+            theta[n] *= 1 - lr / step * (decay if p.ndim == 2 else 0.0)
+            theta[n] -= lr / step * m / (v.sqrt() + eps)
+            torch.testing.assert_close(p.detach(), theta[n], rtol=0, atol=1e-10)
+
+
+def test_the_model_trains_in_training_mode_and_is_judged_and_left_in_eval_mode():
+    model, modes = small(), []
+    model.register_forward_pre_hook(lambda m, _: modes.append(m.training))
+    quick(model, steps=3, validate_every=2)
+    judged = [False] * 4  # 64 windows, 16 at a time
+    assert modes == [True, True, *judged, True, *judged] and not model.training
+
+
 def test_weight_decay_shrinks_matrices_and_leaves_vectors():
     model = small()
     optimizer = adamw(model, lr=0.1, weight_decay=0.5)
@@ -119,16 +145,19 @@ def test_loss_by_position_is_the_mean_over_windows_of_each_column():
     assert evaluate(model, length=20, count=7) == got.mean().item()
 
 
-def test_command_writes_a_model_that_loads_and_a_true_record(tmp_path, capsys):
+def test_command_repeats_and_writes_a_model_that_loads_and_a_true_record(tmp_path):
     sizes = "--mixers softmax,linear --width 8 --heads 2 --hidden 8 --steps 3 --batch 2 --length 16 --seed 4"
-    threads = torch.get_num_threads()
+    threads, records = torch.get_num_threads(), []
     try:
-        main(f"--out {tmp_path / 'tiny'} {sizes}".split())
+        for name in ("first", "second"):
+            main(f"--out {tmp_path / name} {sizes}".split())
+            records.append(json.loads((tmp_path / f"{name}.json").read_text("utf-8")))
     finally:
         torch.set_num_threads(threads)
-    record = json.loads((tmp_path / "tiny.json").read_text("utf-8"))
-    model = models.load((tmp_path / "tiny.npz.xz").read_bytes(), ByteLMConfig(**record["config"]))
-    assert record["validation_loss"] == pytest.approx(evaluate(model), abs=1e-6)
+    first, second = ({k: v for k, v in r.items() if k not in ("seconds", "date")} for r in records)
+    assert first == second
+    model = models.load((tmp_path / "first.npz.xz").read_bytes(), ByteLMConfig(**first["config"]))
+    assert first["validation_loss"] == pytest.approx(evaluate(model), abs=1e-6)
     assert model.config == ByteLMConfig(8, 2, ("softmax", "linear"), 8)
-    assert [step for step, _ in record["validation_history"]] == [3]
-    assert "--steps 3" in record["command"] and str(tmp_path) not in json.dumps(record)
+    assert [step for step, _ in first["validation_history"]] == [3]
+    assert "--steps 3" in first["command"] and str(tmp_path) not in json.dumps(first)

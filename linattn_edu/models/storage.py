@@ -49,6 +49,9 @@ def pretrained_record() -> dict:
 
 
 def pretrained() -> ByteLM:
-    """The shipped softmax model, trained on Emma and Sense and Sensibility; eval mode, float32, on the CPU."""
+    """The shipped softmax model, trained on Emma and Sense and Sensibility; eval mode, float32, on the CPU.
+
+    It reads at most `pretrained_record()["length"]` bytes well: RoPE met no larger distance in training.
+    """
     packed = files(__package__).joinpath("weights", "byte_lm" + SUFFIX).read_bytes()
     return load(packed, ByteLMConfig(**pretrained_record()["config"]))

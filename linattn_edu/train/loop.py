@@ -57,7 +57,7 @@ def train(
 
     `seed` chooses the windows; the model's weights are the caller's. `batch` windows of `length`
     bytes a step, gradients clipped to norm `clip`. The validation loss is `evaluate(model)`,
-    every `validate_every` steps and after the last.
+    every `validate_every` steps and after the last; the model is left in eval mode.
     """
     optimizer = adamw(model, lr=lr, weight_decay=weight_decay)
     records, bar = [], tqdm(total=steps * batch * length, unit="tok", unit_scale=True, disable=not progress)
