@@ -14,7 +14,7 @@ validation reads Pride and Prejudice, a novel that training never sees. `mengzi`
 `python -m linattn_edu.data` prints origin and rights.
 """
 
-from .batches import batches, members, windows
+from .sampling import batches, members, windows
 from .texts import BOOKS, SPLITS, Book, decode, encode, load_bytes, load_text, names, provenance
 
 __all__ = [
