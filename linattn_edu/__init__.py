@@ -6,7 +6,7 @@ one function. Glossary of the letters in all signatures:
     B batch    T tokens    H query/key heads    HV value heads    K key dim    V value dim    N sequences    C chunk
 """
 
-from linattn_edu import decay, deltanet, gated_deltanet, gla, kda, linear, softmax
+from linattn_edu import decay, deltanet, gated_deltanet, gates, gla, kda, linear, mamba, short_conv, softmax
 from linattn_edu.algebra import l2norm
 
 __version__ = "0.1.0"
@@ -21,4 +21,4 @@ VARIANTS = {
     "kda": kda,
 }
 
-__all__ = ["VARIANTS", "decay", "deltanet", "gated_deltanet", "gla", "kda", "l2norm", "linear", "softmax"]
+__all__ = ["VARIANTS", "decay", "deltanet", "gated_deltanet", "gates", "gla", "kda", "l2norm", "linear", "mamba", "short_conv", "softmax"]

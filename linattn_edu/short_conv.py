@@ -1,0 +1,96 @@
+"""Short convolution: every channel mixes its last W tokens, before q, k and v are used.
+
+    y_t = f(sum_{j<W} weight_j * x_{t-W+1+j} + bias)        products by channel, f the identity or SiLU
+
+The last tap, weight[:, W-1], belongs to the token itself: the order in which `torch.nn.Conv1d` (groups = D) and
+checkpoints hold it, which is that of time, not of the lag. What precedes the sequence comes from the state, the last
+W - 1 inputs, oldest first, or is zero.
+
+Source: Dao et al. 2023 (H3) and the Mamba layer, W = 4; with SiLU on q, k and v in DeltaNet and its successors.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from linattn_edu import validate
+from linattn_edu.forms import computing_dtype, full_precision, overwrite
+from linattn_edu.validate import Sizes
+
+ACTIVATIONS = {None: lambda x: x, "silu": F.silu}
+
+
+@validate.named
+def causal_conv(
+    x, weight, bias=None, *, activation=None, initial_state=None, output_final_state=False, cu_seqlens=None
+):
+    """Depthwise causal convolution, y_t = f(sum_{j<W} weight_j * x_{t-W+1+j} + bias).
+
+    Args:
+        x: [B, T, D].
+        weight: [D, W]; the last tap belongs to the token itself. `Conv1d.weight[:, 0]` has this order.
+        bias: [D]; none if None.
+        activation: None or "silu".
+        initial_state: [N, D, W-1], the inputs before the first token, oldest first, taken in the dtype of x; zero if None.
+        output_final_state: return the last W - 1 inputs, else None in their place.
+        cu_seqlens: integers [N+1], the bounds of N sequences packed into one row (B = 1).
+
+    Returns:
+        y [B, T, D] in the dtype of x, and the state [N, D, W-1] in the dtype of x, since it holds inputs and sums
+        nothing; or None.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value.
+        TypeError: an argument that is missing or no tensor.
+    """
+    sizes = _check(x, weight, bias, activation, "x", "T ")
+    validate.flag("output_final_state", output_final_state)
+    bounds = None if cu_seqlens is None else validate.sequence_bounds(cu_seqlens, sizes, x.device)
+    sizes.bind("N", *((sizes["B"], "`x`") if bounds is None else (len(bounds) - 1, "`cu_seqlens`")))
+    if initial_state is None:
+        initial_state = x.new_zeros(sizes["N"], sizes["D"], sizes["W-1"])
+    validate.floating_tensor("initial_state", initial_state, "N D W-1", sizes, like=("x", x))
+    if bounds is None:
+        y, state = _convolve(x, weight, bias, activation, initial_state)
+    else:
+        outputs, states = [x[:, :0]], [initial_state[:0].to(x.dtype)]
+        for n, (start, stop) in enumerate(zip(bounds, bounds[1:])):
+            y, state = _convolve(x[:, start:stop], weight, bias, activation, initial_state[n : n + 1])
+            outputs.append(y)
+            states.append(state)
+        y, state = torch.cat(outputs, 1), torch.cat(states)
+    return y, state if output_final_state else None
+
+
+@validate.named
+def step(x_t, weight, state, bias=None, *, activation=None, inplace=False):
+    """One token, for decoding: `x_t [B, D]`, `state [B, D, W-1]` -> y_t [B, D] and the new state.
+
+    Other arguments and errors are those of `causal_conv`; `inplace` overwrites `state` and returns it.
+    """
+    sizes = _check(x_t, weight, bias, activation, "x_t", "")
+    validate.flag("inplace", inplace)
+    validate.floating_tensor("state", state, "B D W-1", sizes, like=("x_t", x_t))
+    y, new = _convolve(x_t[:, None], weight, bias, activation, state)
+    return y[:, 0], overwrite(state, new) if inplace else new
+
+
+def _check(x, weight, bias, activation, name, T):
+    sizes, like = Sizes(), (name, x)
+    validate.floating_tensor(name, x, f"B {T}D", sizes)
+    validate.floating_tensor("weight", weight, "D W", sizes, like=like)
+    sizes.bind("W-1", sizes["W"] - 1, "`weight`")
+    if bias is not None:
+        validate.floating_tensor("bias", bias, "D", sizes, like=like)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"`activation`: got {activation!r}, expected None or 'silu'")
+    return sizes
+
+
+def _convolve(x, weight, bias, activation, state):
+    """The state in front of the tokens, then one shifted product a tap, in at least float32."""
+    T, dtype = x.shape[1], computing_dtype(x)
+    with full_precision(x):
+        seen = torch.cat([state.to(x.dtype).mT, x], 1)  # [B, W-1 + T, D]
+        y = sum(tap.to(dtype) * seen[:, j : j + T].to(dtype) for j, tap in enumerate(weight.unbind(1)))
+        y = y if bias is None else y + bias.to(dtype)
+        return ACTIVATIONS[activation](y).to(x.dtype), seen[:, T:].mT.clone()
