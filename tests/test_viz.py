@@ -91,8 +91,17 @@ def bars_figure():
     return figure
 
 
+def words_figure():
+    figure, ax = plt.subplots(figsize=(6, 5))
+    viz.attention_map(ax, weights(1, 7)[0], "It is a truth universally acknowledged that".split(), causal=True)
+    return figure
+
+
 FIGURES = {
     "map": map_figure,
+    "map of words": words_figure,
+    "map of rare bytes": lambda: viz.attention_maps(weights(1, 24), tokens=bytes(range(200, 224))),
+    "maps without room for tokens": lambda: viz.attention_maps(weights(2, 24), tokens=TEXT[:24]),
     "maps of 4": lambda: viz.attention_maps(weights(4, 24), [f"head {n}" for n in range(4)], causal=True),
     "maps of 2": lambda: viz.attention_maps(weights(2, 12), ["softmax", "linear"], TEXT[:12], causal=True),
     "maps of 7": lambda: viz.attention_maps(weights(7, 24), [f"head {n}" for n in range(7)]),
@@ -103,6 +112,7 @@ FIGURES = {
     "bracketing, long": lambda: viz.bracketing(1024, 64, 128),
     "bracketing, short": lambda: viz.bracketing(8, 32, 16),
     "chunked mask": lambda: viz.chunked_mask(16, 4),
+    "chunked mask, many chunks": lambda: viz.chunked_mask(128, 4),
     "chunked mask, ragged": lambda: viz.chunked_mask(22, 4),
     "curves": curves_figure,
     "costs": costs_figure,
@@ -284,11 +294,21 @@ def test_a_causal_map_of_late_queries_ends_at_the_last_key():
 
 def test_negative_weights_get_colours_centred_at_zero():
     _, ax = plt.subplots()
-    viz.attention_map(ax, [[-3.0, 1.0], [0.0, 2.0]])
+    viz.attention_map(ax, [[-1.0, 1.0], [0.0, 2.0]])
     image = ax.images[0]
-    assert image.cmap.name == viz.SIGNED.name and image.norm(0.0) == 0.5 and image.norm(3.0) == 1.0
+    assert image.cmap.name == viz.SIGNED.name and image.norm(0.0) == 0.5 and image.norm(2.0) == 1.0
     viz.attention_map(ax, [[0.0, 1.0], [0.5, 0.5]])
     assert ax.images[1].norm(0.0) == 0.0 and ax.images[1].norm(1.0) == 1.0
+
+
+def test_tokens_label_a_map_only_where_they_fit():
+    def labels(T, tokens):
+        _, ax = plt.subplots(figsize=(6, 5))
+        viz.attention_map(ax, np.eye(T), tokens)
+        return [label.get_text() for label in ax.get_yticklabels()]
+
+    assert labels(24, TEXT[:24]) == viz.token_labels(TEXT[:24])
+    assert labels(38, TEXT) != viz.token_labels(TEXT) and len(labels(38, TEXT)) < 10
 
 
 def test_maps_share_one_scale():
@@ -364,6 +384,13 @@ def test_curves_are_named_at_their_ends():
     assert {text.get_text(): text.xy for text in ax.texts} == {"a": (2, 1), "b": (2, 5)}
     assert ax.lines[1].get_color() == "red" == ax.texts[1].get_color()
     assert ax.get_yscale() == "linear"
+
+
+def test_lines_drawn_before_are_not_named():
+    figure, ax = plt.subplots()
+    ax.axhline(1)
+    viz.curves(ax, [0, 1], {"a": [0.0, 2.0]}, xlabel="x", ylabel="y")
+    assert [text.get_text() for text in ax.texts] == ["a"]
 
 
 def test_bars_carry_their_numbers():

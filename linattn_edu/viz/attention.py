@@ -11,7 +11,7 @@ from .style import COLORS, SIGNED, WEIGHTS
 from .tokens import token_fonts, token_labels
 
 MASKED = "#ECECE8"
-MOST_LABELS = 28
+POINTS_A_LABEL = 11
 
 
 def attention_map(ax, weights, tokens_q=None, tokens_k=None, *, causal=False, vmax=None, title=None, colorbar=True):
@@ -19,7 +19,7 @@ def attention_map(ax, weights, tokens_q=None, tokens_k=None, *, causal=False, vm
 
     White is 0 and `vmax` (default: the largest weight) the darkest; if any weight is negative the colours diverge
     around 0. `causal=True` greys the cells that the mask removes. Tokens label the axes (see `token_labels`) as long
-    as they fit; `tokens_k` is `tokens_q` when the map is square.
+    as each has room; `tokens_k` is `tokens_q` when the map is square.
     """
     weights = as_array("weights", weights, "Tq Tk")
     rows, columns = weights.shape
@@ -28,8 +28,8 @@ def attention_map(ax, weights, tokens_q=None, tokens_k=None, *, causal=False, vm
     image = ax.imshow(shown, cmap=colors.with_extremes(bad=MASKED), norm=norm)
     if tokens_k is None and rows == columns:
         tokens_k = tokens_q
-    _label(ax.yaxis, "tokens_q", tokens_q, rows)
-    _label(ax.xaxis, "tokens_k", tokens_k, columns)
+    _label(ax, ax.yaxis, "tokens_q", tokens_q, rows)
+    _label(ax, ax.xaxis, "tokens_k", tokens_k, columns)
     ax.set_xlabel("key", color=COLORS["keys"])
     ax.set_ylabel("query", color=COLORS["queries"])
     ax.set_title(title)
@@ -47,10 +47,10 @@ def attention_maps(weights, titles=None, tokens=None, *, causal=False, vmax=None
     columns = min(columns, len(weights))
     rows = math.ceil(len(weights) / columns)
     vmax = float(np.abs(weights).max()) if vmax is None else vmax
-    figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=(6.0, 0.55 + rows * (4.3 / columns + 0.4)))
-    fits = tokens is not None and columns * len(token_labels(tokens)) <= MOST_LABELS
+    height = 0.55 + rows * (min(4.3 / columns, 4.0) + 0.4)
+    figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=(6.0, height))
     for ax, map_, title in zip(axes.flat, weights, titles):
-        attention_map(ax, map_, tokens if fits else None, causal=causal, vmax=vmax, title=title, colorbar=False)
+        attention_map(ax, map_, tokens, causal=causal, vmax=vmax, title=title, colorbar=False)
         ax.label_outer()
         ax.set(xlabel="", ylabel="", anchor="S")
     for ax in axes.flat[len(weights) :]:
@@ -75,14 +75,17 @@ def _scale(weights, vmax):
     return (SIGNED, Normalize(-vmax, vmax)) if weights.min() < 0 else (WEIGHTS, Normalize(0, vmax))
 
 
-def _label(axis, name, tokens, size):
+def _label(ax, axis, name, tokens, size):
+    """Tokens as tick labels if each has room, else a few positions."""
     axis.set_major_locator(plt.MaxNLocator(4, integer=True))
     if tokens is None:
         return
     labels = token_labels(tokens)
     same_size(name, len(labels), size, "T")
-    if size <= MOST_LABELS:
-        axis.set_ticks(range(size), labels, parse_math=False, family=token_fonts())
+    cell = 72 * (ax.get_position().size * ax.figure.get_size_inches()).min() / max(ax.images[0].get_array().shape)
+    if cell >= POINTS_A_LABEL:
+        upright = axis is ax.yaxis or max(map(len, labels)) <= 2
+        axis.set_ticks(range(size), labels, parse_math=False, family=token_fonts(), rotation=0 if upright else 90)
 
 
 def _frame(ax):

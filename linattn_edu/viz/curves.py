@@ -101,9 +101,10 @@ def _name_lines(ax):
     ax.autoscale_view()
     points = 72 * ax.figure.get_size_inches()[1] * ax.get_position().height
     style = {"textcoords": "offset points", "annotation_clip": False}
-    end = max(line.get_xdata()[-1] for line in ax.lines)
+    lines = [line for line in ax.lines if not line.get_label().startswith("_")]
+    end = max(line.get_xdata()[-1] for line in lines)
     full = []
-    for line in ax.lines:
+    for line in lines:
         last = line.get_xdata()[-1], line.get_ydata()[-1]
         if last[0] == end:
             height = ax.transLimits.transform(ax.transScale.transform(last))[1] * points

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 
-COLORS = 96
+PALETTE_SIZE = 96
 
 # `animation` is the class that matplotlib's own player has too. U+FE0E keeps the triangle from becoming an emoji.
 PLAYER = Template("""\
@@ -107,9 +107,9 @@ def _pngs(shots):
 
 
 def _palette(colors, counts):
-    """At most COLORS of `colors [M, 3]`, each time the one that is missed the most, and for each colour the nearest."""
+    """At most PALETTE_SIZE of `colors [M, 3]`, each time the one most missed, and for each colour the nearest."""
     palette, error, nearest = [], np.full(len(colors), np.inf), np.zeros(len(colors), np.uint8)
-    while len(palette) < COLORS and error.any():
+    while len(palette) < PALETTE_SIZE and error.any():
         worst = np.argmax(error * np.sqrt(counts) if palette else counts)
         distance = np.square(colors - colors[worst]).sum(1)
         closer = distance < error

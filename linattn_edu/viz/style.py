@@ -1,8 +1,12 @@
 """The look of every figure: colours by role, two colour maps, text that stays legible on a phone."""
 
+import io
+import sys
+
 import matplotlib
 from matplotlib import font_manager
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 
 PAPER = "#FDFDFB"
 INK = "#1F2328"
@@ -78,3 +82,23 @@ def use_style():
     cjk = [name for name in CJK_FONTS if name in installed]
     matplotlib.rcParams.update(STYLE)
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", *cjk[:1]]
+    _store_with_palette()
+
+
+def _store_with_palette():
+    """In a notebook, store figures as PNGs with a palette of 256 colours: a third of the size, and alike to the eye."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and "inline" in matplotlib.get_backend():
+        import matplotlib_inline.backend_inline  # noqa: F401  (its first import sets the formatter that this replaces)
+
+        shell.display_formatter.formatters["image/png"].for_type(Figure, _palette_png)
+
+
+def _palette_png(figure):
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight")
+    image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(buffer := io.BytesIO(), "PNG", optimize=True)
+    return buffer.getvalue()
