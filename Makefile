@@ -33,10 +33,11 @@ wheel: $(STAMP)
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls -l dist/*.whl
 
-$(STAMP): requirements.txt book/constraints.txt pyproject.toml
+$(STAMP): requirements.txt book/constraints.txt tests/oracles.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -r requirements.txt -c book/constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/oracles -r tests/oracles.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

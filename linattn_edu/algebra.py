@@ -15,7 +15,7 @@ def read(S, q):
 
 
 def since_start(g):
-    """What token i finds of the state that its block started from, exp(g_1 + ... + g_i): `g [..., C, K]` -> the same."""
+    """What token i finds of the state at the start of its block, exp(g_1 + ... + g_i): `g [..., C, K]` -> the same."""
     return g.cumsum(-2).exp()
 
 

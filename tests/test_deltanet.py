@@ -135,7 +135,7 @@ def test_rows_of_W_and_U_follow_the_recurrence_of_the_paper():
 
 
 def test_the_sum_of_the_geometric_series_is_the_solution():
-    """(I + A)^{-1} = I - A + A^2 - ..., which ends at A^{C-1}; what A holds on or above its diagonal does not matter."""
+    """(I + A)^{-1} = I - A + A^2 - ... up to A^{C-1}; what A holds on or above its diagonal does not matter."""
     A, X = normal(9, 9), normal(9, 4, seed=1)
     (solution,) = solve_unit_lower(A, X)
     L = A.tril(-1).numpy()

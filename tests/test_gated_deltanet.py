@@ -95,7 +95,7 @@ def test_every_form_decays_before_it_reads(form, regime):
 
 @pytest.mark.parametrize("regime", ["strong", "weak", "zero"])
 def test_W_in_two_right_ways_and_a_wrong_one(regime):
-    """T_gated Diag(gamma) K = Diag(gamma) T K, with T free of the gate; T_gated K does not know how far S has decayed."""
+    """T_gated Diag(gamma) K = Diag(gamma) T K, T free of the gate; T_gated K does not know how far S has decayed."""
     a = inputs("gated_deltanet", regime, B=1, T=32, H=1, HV=1)
     k, v, g, beta = (a[name][0, :, 0] for name in ("k", "v", "g", "beta"))
     G = g.cumsum(0)
@@ -123,7 +123,7 @@ def block_by_hand(a, D, sign=1):
 
 
 def test_erratum_of_gated_deltanet_v1_sign_and_ratio():
-    """The first version prints (I - tril(A))^{-1} and gamma_j / gamma_i; the second has the plus and gamma_i / gamma_j."""
+    """The first version prints (I - tril(A))^{-1} and gamma_j / gamma_i; v2 has the plus and gamma_i / gamma_j."""
     a, exact = block()
     gamma = a["g"][0, :, 0].cumsum(0).exp()[:, None]
     torch.testing.assert_close(block_by_hand(a, gamma / gamma.mT), exact, rtol=1e-10, atol=1e-10)

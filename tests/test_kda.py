@@ -92,7 +92,7 @@ def test_every_form_decays_before_it_erases(form, regime):
 
 
 def dplr(a, write):
-    """S_t = (Diag(alpha_t) - a_t b_t^T) S_{t-1} + write, with a = beta k and b = k * alpha: Kimi Linear, section 6.2."""
+    """S_t = (Diag(alpha_t) - a_t b_t^T) S_{t-1} + write, a = beta k, b = k * alpha: Kimi Linear, section 6.2."""
     S, rows = a["initial_state"], []
     for t in range(a["q"].shape[1]):
         q, k, v, g, beta = (a[name][:, t] for name in ("q", "k", "v", "g", "beta"))
@@ -130,7 +130,7 @@ def unrolled(a, factor):
 
 @pytest.mark.parametrize("regime", ["strong", "weak"])
 def test_erratum_of_kimi_linear_the_order_in_its_eq_12(regime):
-    """Eq. 1 erases after the decay, (I - beta k k^T) Diag(alpha); the unrolled eq. 12 prints the product the other way."""
+    """Eq. 1 erases after the decay, (I - beta k k^T) Diag(alpha); eq. 12, unrolled, prints it the other way."""
     a = inputs("kda", regime, B=1, T=12, H=1, HV=1, state=False)
     exact = kda.recurrent(**a)[0][0, :, 0]
     torch.testing.assert_close(unrolled(a, lambda erase, D: erase @ D), exact, **TIGHT)
