@@ -25,7 +25,7 @@ serve:
 # One pytest run for everything, so that its summary is the whole verdict.
 # A file (notebook or test module) stays on one worker; tests/conftest.py says so.
 test: $(STAMP)
-	@$(BIN)/python -m pytest tests $(wildcard notebooks) -n $(JOBS) --dist loadgroup \
+	@$(BIN)/python -m pytest $(wildcard notebooks) tests -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	  --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with tests/nbval.cfg
 
 wheel: $(STAMP)

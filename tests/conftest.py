@@ -19,12 +19,17 @@ NO_BROWSER = "no Chromium found"
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Under `-n`: a file stays on one worker, and the two that look at the rendered book share one."""
-    for item in items:
-        group = "book" if item.path.name in ("test_book.py", "test_browser.py") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Under `-n`: a file stays on one worker, and the two files that look at the rendered book share one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0]
+            return "book" if file in ("tests/test_book.py", "tests/test_browser.py") else file
+
+    return ByFile(config, log)
 
 
 def pytest_terminal_summary(terminalreporter):
