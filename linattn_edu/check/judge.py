@@ -4,9 +4,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from linattn_edu.check.problems import problems
+from linattn_edu.check.diagnosis import likely_slip
+from linattn_edu.check.problems import Setting, problems
 from linattn_edu.check.reader import Reader, Stop
-from linattn_edu.check.theorems import THEOREMS
+from linattn_edu.check.theorems import THEOREMS, Theorem, comparisons
+
+ARGUMENTS = Theorem("arguments", "It takes the arguments of the operator", None)
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 SMALLER = {
@@ -23,19 +26,21 @@ SMALLER = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A theorem that fails: on which input, and what was seen there. `kind` is "raises", "shape", "finite" or "value"."""
+    """A theorem that fails. `kind` is "raises", "shape", "finite" or "value"; `words` say what was seen on `setting`."""
 
-    theorem: str
-    sentence: str
+    theorem: Theorem
     kind: str
     words: str
+    setting: Setting | None = None
     input: str = ""
-    setting: object = None
 
 
 @dataclass
 class Report:
-    """The outcome of a check: true if every theorem that could be tested holds."""
+    """The outcome of a check, true if every theorem that could be tested holds.
+
+    `held` are theorems, `failures` have a theorem each, `not_tested` maps theorems to reasons, `slip` is "" if unknown.
+    """
 
     name: str
     function: str
@@ -51,17 +56,17 @@ class Report:
         return f"{self.name}: {len(self.held)} of {len(self.held) + len(self.failures)} theorems hold for {self.function}"
 
     def __str__(self):
-        lines = [repr(self), *(f"✓ {sentence}" for sentence in self.held)]
+        lines = [repr(self), *(f"✓ {theorem.sentence}" for theorem in self.held)]
         seen = set()
         for failure in self.failures:
-            lines.append(f"✗ {failure.sentence}")
+            lines.append(f"✗ {failure.theorem.sentence}")
             if failure.words not in seen:
                 lines.append(f"    {failure.words}")
                 lines += [f"    on the input {failure.input}"] if failure.input else []
             seen.add(failure.words)
         for reason in dict.fromkeys(self.not_tested.values()):
             lines.append(f"- not tested, since {reason}:")
-            lines += [f"    {sentence}" for sentence, given in self.not_tested.items() if given == reason]
+            lines += [f"    {theorem.sentence}" for theorem, given in self.not_tested.items() if given == reason]
         if self.slip:
             lines.append(f"Likely slip: your function equals the version that {self.slip}.")
         return "\n".join(lines)
@@ -77,36 +82,47 @@ def judge(name, function, options, skip=()):
     try:
         run = Reader(problem, function)
     except Stop as stop:
-        report.failures.append(Failure("arguments", "It takes the arguments of the operator", "raises", f"your function {stop}"))
+        report.failures.append(Failure(ARGUMENTS, "raises", f"your function {stop}"))
         return report
     base = problem.base(run.takes("chunk_size"))
-    try:
-        run.returned = set(run(problem.arguments(base)))
-    except Stop:
-        run.returned = set(problem.results)
+    run.returned = returned(run, base)
+    failing = []
     for theorem in THEOREMS:
-        ask(theorem, run, base, report, skip)
+        if set(theorem.needs.split()) <= problem.traits:
+            failing += ask(theorem, run, base, report, skip)
         if theorem.key == "shapes" and report.failures:
             break
+    if report.failures:
+        failing = [(failure.theorem, failure.setting) for failure in report.failures] + failing
+        holding = [(theorem, setting) for theorem in report.held for setting in theorem.settings(base)]
+        report.slip = likely_slip(run, failing, holding)
     return report
 
 
+def returned(run, base):
+    """The names of the results that a function returns."""
+    try:
+        return set(run(run.problem.arguments(base)))
+    except Stop:
+        return set(run.problem.results)
+
+
 def ask(theorem, run, base, report, skip):
-    """Enter one theorem in the report."""
-    if not set(theorem.needs.split()) <= run.problem.traits:
-        return
+    """Enter one theorem in the report; return it with the input on which it first fails, if it does."""
     reason = why_not(theorem, run, skip)
     if reason:
-        report.not_tested[theorem.sentence] = reason
-        return
+        report.not_tested[theorem] = reason
+        return []
     failures = (failed(theorem, run, setting) for setting in theorem.settings(base))
     failure = next(filter(None, failures), None)
     if failure is None:
-        report.held.append(theorem.sentence)
+        report.held.append(theorem)
     elif theorem.key == "groups" and failure.kind == "raises" and not run.takes("initial_state"):
-        report.not_tested[theorem.sentence] = "your function wants as many heads in `v` as in `q` and `k`"
+        report.not_tested[theorem] = "your function wants as many heads in `v` as in `q` and `k`"
     else:
         report.failures.append(smallest(theorem, run, failure, [f.setting for f in report.failures]))
+        return [(theorem, failure.setting)]
+    return []
 
 
 def why_not(theorem, run, skip):
@@ -123,18 +139,15 @@ def why_not(theorem, run, skip):
 
 def failed(theorem, run, setting):
     """The failure of a theorem on one input, or None: the worst of its comparisons."""
-    worst, size = None, 0
-    try:
-        for comparison in theorem.statement(run, setting):
-            seen = difference(comparison, TOLERANCE[setting.dtype])
-            if seen and seen[2] > size:
-                worst, size = seen, seen[2]
-    except Stop as stop:
-        worst = "raises", f"your function {stop}", 0
-    if worst is None:
-        return None
-    kind, words, _ = worst
-    return Failure(theorem.key, theorem.sentence, kind, words, described(run.problem, setting), setting)
+    seen = comparisons(theorem, run, setting)
+    if isinstance(seen, Stop):
+        kind, words = "raises", f"your function {seen}"
+    else:
+        worst = max(filter(None, (difference(c, TOLERANCE[setting.dtype]) for c in seen)), key=lambda d: d[2], default=None)
+        if worst is None:
+            return None
+        kind, words, _ = worst
+    return Failure(theorem, kind, words, setting, described(run.problem, setting))
 
 
 def difference(c, tolerance):

@@ -7,7 +7,8 @@ from typing import Callable
 import torch
 
 import linattn_edu
-from linattn_edu import feature_maps
+from linattn_edu import feature_maps, linear, softmax
+from linattn_edu.check.blocks import merge
 from linattn_edu.check.cases import CASES, Case, inputs, tree_map
 
 FORMS = ("recurrent", "parallel", "chunkwise", "fused")
@@ -39,7 +40,8 @@ class Problem:
     """A function that a reader can write.
 
     `data` are the arguments that it cannot do without, in order; `over_time` those with a time axis, which is axis 1;
-    `traits` what the theorems may ask of it; `letters` the sizes that describe an input.
+    `traits` what the theorems may ask of it; `letters` the sizes that describe an input; `known` is filled with true
+    results by setting.
     """
 
     name: str
@@ -51,10 +53,7 @@ class Problem:
     letters: str = "B T H HV K V"
     results: tuple = ("o", "final state")
     options: dict = field(default_factory=dict)
-
-    @property
-    def gates(self):
-        return [name for name in ("g", "beta") if name in self.data]
+    known: dict = field(default_factory=dict)
 
     def arguments(self, setting):
         """The arguments for a setting on the default device, with the options of the setting and of the check."""
@@ -179,8 +178,6 @@ def variant_problems(variant):
 
 
 def softmax_problems():
-    from linattn_edu import softmax
-
     data = ("q", "k", "v")
     traits = {"time", "causal", "heads", "widths", "state", "packed", "large", "scale", "mask"}
     names = ("o", "cache of keys", "cache of values")
@@ -192,14 +189,6 @@ def softmax_problems():
         "softmax.step", partial(by_position, softmax.step), draw_softmax_step, (*data, "state"), traits=frozenset({"heads", "widths", "large", "scale"}), letters="B H HV K V", results=names
     )
     yield Problem("softmax.merge", merge, draw_merge, ("a", "b"), traits=frozenset({"large"}), letters="T V", results=("m", "z", "o"))
-
-
-def merge(a, b):
-    """Two blocks of keys as one: each is (m, z, o), its largest score, the sum of e^(s - m) and that of e^(s - m) v."""
-    (m_a, z_a, o_a), (m_b, z_b, o_b) = a, b
-    m = torch.maximum(m_a, m_b)
-    w_a, w_b = (m_a - m).exp(), (m_b - m).exp()
-    return m, w_a * z_a + w_b * z_b, w_a * o_a + w_b * o_b
 
 
 def draw_merge(setting, options):
@@ -216,8 +205,6 @@ def draw_merge(setting, options):
 
 
 def bidirectional_problem():
-    from linattn_edu import linear
-
     def draw(setting, options):
         drawn = draw_sequence("linear", setting, options)
         return {key: x for key, x in drawn.items() if key not in ("output_final_state", "chunk_size")}

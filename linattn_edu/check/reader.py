@@ -19,19 +19,22 @@ class Stop(Exception):
 
 
 class Reader:
-    """The function under test. `names` maps each argument of the problem that it takes to its own name for it."""
+    """The function under test. `names` maps each argument of the problem that it takes to its own name for it.
+
+    `returned` are the names of the results to look at, all if None; `seen` is filled with what theorems have seen of it.
+    """
 
     def __init__(self, problem, function, names=None, returned=None):
         self.problem, self.function = problem, function
         self.names = matched(problem, function) if names is None else names
-        self.returned = returned
+        self.returned, self.seen = returned, {}
 
     def takes(self, argument):
         return argument in self.names
 
     def like(self, function):
         """Another function in the place of this one: called and read in the same way."""
-        names = {name: name for name in self.names}
+        names = {name: own for name, own in matched(self.problem, function).items() if name in self.names}
         return Reader(self.problem, function, names, self.returned)
 
     def __call__(self, arguments, copied=True):

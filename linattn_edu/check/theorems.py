@@ -22,7 +22,7 @@ class Comparison:
     expected: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Theorem:
     """`inputs` are the fields in which the settings to try differ from the base one.
 
@@ -42,28 +42,41 @@ class Theorem:
         return [replace(base, **change) for change in self.inputs]
 
 
-def truth(run, arguments):
-    """The results of the package's own function, by name."""
+def comparisons(theorem, run, setting):
+    """What a theorem looks at on one input: a list of comparisons, or a `Stop` if the function gives nothing to compare."""
+    key = theorem, setting
+    if key not in run.seen:
+        try:
+            run.seen[key] = list(theorem.statement(run, setting))
+        except Stop as stop:
+            run.seen[key] = stop
+    return run.seen[key]
+
+
+def truth(run, s):
+    """The results of the package's own function, by name; computed once for each setting."""
+    if s not in run.problem.known:
+        run.problem.known[s] = reference(run, run.problem.arguments(s))
+    return run.problem.known[s]
+
+
+def reference(run, arguments):
     return named_results(run.problem.reference(**arguments), run.problem.results)
 
 
-def same(run, arguments, results=slice(None)):
-    expected, got = truth(run, arguments), run(arguments)
+def all_results(run, s, results=slice(None)):
+    expected, got = truth(run, s), run(run.problem.arguments(s))
     for name in run.problem.results[results]:
         if name in got and name in expected:
             yield Comparison(f"`{name}`", got[name], expected[name])
 
 
-def all_results(run, s):
-    return same(run, run.problem.arguments(s))
-
-
 def output(run, s):
-    return same(run, run.problem.arguments(s), slice(1))
+    return all_results(run, s, slice(1))
 
 
 def final_state(run, s):
-    return same(run, run.problem.arguments(s), slice(1, None))
+    return all_results(run, s, slice(1, None))
 
 
 def shapes(run, s):
@@ -75,7 +88,7 @@ def shapes(run, s):
 def resumed(run, s):
     arguments = run.problem.arguments(s)
     o, *states = run.problem.results
-    expected = truth(run, arguments)[o]
+    expected = truth(run, s)[o]
     for cut in inner_cuts(s.T):
         first = run(part(run, arguments, 0, cut))
         state = tuple(first[name] for name in states if name in first)
@@ -116,9 +129,12 @@ def unchanged(run, s):
 
 def gradients(run, s):
     arguments = {key: x for key, x in run.problem.arguments(s).items() if run.takes(key) or not is_floating(x)}
-    got, expected = gradients_of(run, arguments, run.returned), gradients_of(lambda a: truth(run, a), arguments, run.returned)
-    for name in expected:
-        yield Comparison(f"the gradient of {name}", got[name], expected[name])
+    got = gradients_of(run, arguments, run.returned)
+    known, key = run.problem.known, (s, "gradients")
+    if key not in known:
+        known[key] = gradients_of(lambda a: reference(run, a), arguments, run.returned)
+    for name, x in known[key].items():
+        yield Comparison(f"the gradient of {name}", got[name], x)
 
 
 def gradients_of(function, arguments, results):
@@ -197,6 +213,7 @@ THEOREMS = (
     Theorem("scale", "`scale` is a factor", all_results, ({"options": (("scale", 0.3),)},), "scale", "scale"),
     Theorem("mask", "Without the mask every token is seen", all_results, ({"options": (("causal", False),)},), "mask", "causal"),
     Theorem("gradients", "Its gradients are those of the definition", gradients),
+    Theorem("large gradients", "So they are for inputs in the thousands", gradients, ({"size": 1000.0},), "large"),
     Theorem("shut gradients", "So they are with g = -1000", gradients, ({"regime": "very strong"},), "g"),
     Theorem(
         "state gradient", "The gradient reaches `initial_state`", gradients, ({"state": True},), "state", "initial_state"
