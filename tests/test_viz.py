@@ -4,6 +4,7 @@ import base64
 import html.parser
 import io
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from matplotlib.colors import to_rgb  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from linattn_edu import viz  # noqa: E402
+from linattn_edu.viz import png  # noqa: E402
 from linattn_edu.viz import states as states_module  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -121,11 +123,6 @@ FIGURES = {
 }
 
 
-@pytest.fixture(params=FIGURES)
-def figure(request):
-    return FIGURES[request.param]()
-
-
 def texts(figure):
     """Every text that is drawn, with its box in pixels."""
     figure.canvas.draw()
@@ -141,38 +138,63 @@ def texts(figure):
     return [(text, text.get_window_extent()) for text in drawn.values()]
 
 
-# Legible
+# Every figure
 
 
-def test_capital_letters_are_at_least_6_px_high_on_a_phone(figure):
-    renderer = figure.canvas.get_renderer()
-    for text, _ in texts(figure):
+class Drawn:
+    """A figure, drawn once: its texts with their boxes, and the PNG."""
+
+    def __init__(self, make):
+        self.figure = make()
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png")
+        self.png = buffer.getvalue()
+        self.texts = texts(self.figure)
+
+
+@pytest.fixture(scope="module", params=FIGURES)
+def drawn(request):
+    with matplotlib.rc_context():
+        viz.use_style()
+        return Drawn(FIGURES[request.param])
+
+
+def test_capital_letters_are_at_least_6_px_high_on_a_phone(drawn):
+    renderer, width = drawn.figure.canvas.get_renderer(), drawn.figure.bbox.width
+    for text, _ in drawn.texts:
         _, capital, _ = renderer.get_text_width_height_descent("H", text.get_fontproperties(), ismath=False)
-        on_phone = capital / figure.bbox.width * 360
-        assert on_phone >= 6, (text.get_text(), on_phone)
+        assert capital / width * 360 >= 6, text
 
 
-def test_no_text_leaves_the_figure_or_touches_another(figure):
-    drawn = texts(figure)
-    assert len(drawn) > 3
-    for text, box in drawn:
-        assert box.x0 >= -1 and box.y0 >= -1, text
-        assert box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, text
-    for (a, box_a), (b, box_b) in itertools.combinations(drawn, 2):
+def test_no_text_leaves_the_figure_or_touches_another(drawn):
+    page = drawn.figure.bbox
+    assert len(drawn.texts) > 3
+    for text, box in drawn.texts:
+        assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= page.x1 + 1 and box.y1 <= page.y1 + 1, text
+    for (a, box_a), (b, box_b) in itertools.combinations(drawn.texts, 2):
         overlap = matplotlib.transforms.Bbox.intersection(box_a, box_b)
         assert overlap is None or min(overlap.width, overlap.height) <= 1, (a, b)
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_an_opaque_png_of_at_most_60_kB_and_always_the_same(name):
-    first, second = io.BytesIO(), io.BytesIO()
-    FIGURES[name]().savefig(first, format="png")
-    FIGURES[name]().savefig(second, format="png")
-    assert first.getvalue() == second.getvalue()
-    assert len(first.getvalue()) <= 60_000
-    image = Image.open(first)
-    assert "Creation Time" not in image.info and np.asarray(image.convert("RGBA"))[..., 3].min() == 255
+def test_a_figure_is_an_opaque_png_of_at_most_60_kB(drawn):
+    assert len(drawn.png) <= 60_000
+    image = Image.open(io.BytesIO(drawn.png))
+    assert np.asarray(image.convert("RGBA"))[..., 3].min() == 255
     assert image.getpixel((0, 0))[:3] == tuple(round(255 * c) for c in to_rgb(viz.PAPER))
+
+
+@pytest.mark.parametrize("size, worst, mean", [(256, 16, 0.1), (96, 32, 0.6)])
+def test_a_palette_keeps_colours_to_within_what_the_eye_sees(drawn, size, worst, mean):
+    pixels = np.asarray(Image.open(io.BytesIO(drawn.png)).convert("RGB"))
+    decoded = np.asarray(Image.open(io.BytesIO(png.encode(pixels[None], size)[0])).convert("RGB"))
+    error = np.abs(decoded.astype(int) - pixels)
+    assert error.max() <= worst and error.mean() <= mean
+
+
+@pytest.mark.parametrize("name", ["map", "strip", "bracketing", "costs"])
+def test_a_figure_made_twice_is_the_same_png(name):
+    first, second = Drawn(FIGURES[name]).png, Drawn(FIGURES[name]).png
+    assert first == second and b"Creation" not in first
 
 
 # Style
@@ -259,6 +281,32 @@ def test_dollars_and_spaces_are_labels_as_they_stand():
     viz.attention_map(ax, np.eye(4), b"$x_$")
     figure.canvas.draw()
     assert [label.get_text() for label in ax.get_xticklabels()] == ["$", "x", "_", "$"]
+
+
+NOTEBOOK = """
+import base64, sys
+from IPython.terminal.interactiveshell import TerminalInteractiveShell
+shell = TerminalInteractiveShell.instance()
+shell.display_formatter.active_types = shell.display_formatter.format_types
+shell.enable_matplotlib("inline")
+from linattn_edu import viz
+viz.use_style()
+viz.use_style()
+png = shell.display_formatter.format(viz.bracketing(64, 16, 16))[0]["image/png"]
+open(sys.argv[1], "wb").write(base64.b64decode(png) if isinstance(png, str) else png)
+"""
+
+
+def test_a_notebook_stores_figures_small_and_in_true_colours(tmp_path):
+    pytest.importorskip("IPython")
+    file, environment = tmp_path / "figure.png", {**os.environ, "IPYTHONDIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", NOTEBOOK, str(file)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    stored = Image.open(io.BytesIO(file.read_bytes()))
+    assert stored.mode == "P" and file.stat().st_size < 20_000
+    seen = {color for _, color in stored.convert("RGB").getcolors(1000)}
+    roles = [role for role in viz.COLORS if role != "gate"]
+    assert seen >= {tuple(round(255 * c) for c in to_rgb(viz.COLORS[role])) for role in roles}
 
 
 def test_the_package_itself_does_not_import_matplotlib():
@@ -428,7 +476,7 @@ def stills(film):
     (img,) = Page(film.html).all("img")
     frames = re.search(r"const frames = \[(.*?)\]", film.html)[1].split(",")
     encoded = [frame.strip('"') or img["src"].removeprefix("data:image/png;base64,") for frame in frames]
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")) for png in encoded]
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB")) for shot in encoded]
 
 
 def test_a_film_is_one_page_fragment_that_needs_nothing_else():
@@ -465,20 +513,13 @@ def test_a_film_shows_each_frame_and_rests_on_the_still():
     assert not plt.fignum_exists(figure.number)
 
 
-def test_a_film_keeps_colours_to_within_what_the_eye_sees(monkeypatch):
-    seen = []
-    monkeypatch.setattr(states_module, "film", lambda figure, draw, frames, **_: seen.append((figure, draw, frames)))
-    state_film(T=6)
-    figure, draw, frames = seen[0]
-    exact = []
-    for t in frames:
-        draw(t)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=96)
-        exact.append(np.asarray(Image.open(buffer).convert("RGB")).astype(int))
-    monkeypatch.undo()
-    error = np.abs(np.stack(stills(state_film(T=6))).astype(int) - exact)
-    assert error.max() <= 24 and error.mean() <= 0.5
+def test_all_frames_share_one_palette():
+    figure = plt.figure(figsize=(1, 1))
+    film = viz.film(figure, figure.set_facecolor, ["#102030", "#405060"], alt="two colours")
+    (img,) = Page(film.html).all("img")
+    first, last = re.search(r'frames = \["(.+?)",""\]', film.html)[1], img["src"].removeprefix("data:image/png;base64,")
+    palettes = [Image.open(io.BytesIO(base64.b64decode(shot))).getpalette() for shot in (first, last)]
+    assert palettes[0] == palettes[1] and len(palettes[0]) >= 6
 
 
 def test_a_state_film_draws_state_key_and_value_of_each_token(monkeypatch):
@@ -511,8 +552,8 @@ def test_a_state_film_can_be_read_on_a_phone(monkeypatch, T, K, V):
     state_film(T, K, V)
     figure, draw = seen[0]
     draw(T - 1)
-    test_capital_letters_are_at_least_6_px_high_on_a_phone(figure)
-    test_no_text_leaves_the_figure_or_touches_another(figure)
+    test_capital_letters_are_at_least_6_px_high_on_a_phone(frame := Drawn(lambda: figure))
+    test_no_text_leaves_the_figure_or_touches_another(frame)
 
 
 def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path, chromium):

@@ -3,13 +3,13 @@
 import base64
 import hashlib
 import html
-import io
 from dataclasses import dataclass, field
 from string import Template
 
 import matplotlib.pyplot as plt
 import numpy as np
-from PIL import Image
+
+from .png import encode, shoot
 
 PALETTE_SIZE = 96
 
@@ -75,44 +75,14 @@ def film(figure, draw, frames, *, alt, fps=2.0, still=-1):
     shots = []
     for frame in frames:
         draw(frame)
-        shots.append(_shot(figure))
+        shots.append(shoot(figure, dpi=96))
     plt.close(figure)
     start = range(len(shots))[still]
     height, width, _ = shots[0].shape
-    encoded = [base64.b64encode(png).decode() for png in _pngs(np.stack(shots))]
+    encoded = [base64.b64encode(png).decode() for png in encode(np.stack(shots), PALETTE_SIZE)]
     frames = ",".join(f'"{png if n != start else ""}"' for n, png in enumerate(encoded))
     return Film(alt, len(shots), PLAYER.substitute(
         id=hashlib.sha256("".join(encoded).encode()).hexdigest()[:12], frames=frames, start=start, last=len(shots) - 1,
         still="data:image/png;base64," + encoded[start], alt=html.escape(alt), width=width, height=height,
         ms=round(1000 / fps), touch="min-width:2.4em; min-height:2.4em",
     ))  # fmt: skip
-
-
-def _shot(figure):
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=96)
-    return np.asarray(Image.open(buffer).convert("RGB"))
-
-
-def _pngs(shots):
-    """The frames [N, height, width, 3] as PNGs with one palette, so that a colour stays itself from frame to frame."""
-    codes, inverse, counts = np.unique(shots @ (1 << np.array([16, 8, 0])), return_inverse=True, return_counts=True)
-    colors = np.stack([codes >> 16, codes >> 8 & 255, codes & 255], 1)
-    nearest, palette = _palette(colors, counts)
-    for indices in nearest[inverse].reshape(shots.shape[:3]):
-        image, buffer = Image.fromarray(indices), io.BytesIO()
-        image.putpalette(palette.astype(np.uint8).tobytes())
-        image.save(buffer, "PNG", optimize=True)
-        yield buffer.getvalue()
-
-
-def _palette(colors, counts):
-    """At most PALETTE_SIZE of `colors [M, 3]`, each time the one most missed, and for each colour the nearest."""
-    palette, error, nearest = [], np.full(len(colors), np.inf), np.zeros(len(colors), np.uint8)
-    while len(palette) < PALETTE_SIZE and error.any():
-        worst = np.argmax(error * np.sqrt(counts) if palette else counts)
-        distance = np.square(colors - colors[worst]).sum(1)
-        closer = distance < error
-        nearest[closer], error[closer] = len(palette), distance[closer]
-        palette.append(colors[worst])
-    return nearest, np.array(palette)
