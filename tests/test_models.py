@@ -183,26 +183,42 @@ def test_weights_of_another_configuration_are_refused(tmp_path):
 # The shipped model.
 
 
-def test_shipped_file_is_the_recorded_one():
-    record, folder = models.pretrained_record(), files("linattn_edu.models").joinpath("weights")
-    packed = folder.joinpath("byte_lm.npz.xz").read_bytes()
+SHIPPED = pytest.mark.parametrize("mixer", ["softmax", "linear"])
+
+
+@SHIPPED
+def test_shipped_file_is_the_recorded_one(mixer):
+    record, folder = models.pretrained_record(mixer), files("linattn_edu.models").joinpath("weights")
+    packed = folder.joinpath(f"byte_lm_{mixer}.npz.xz").read_bytes()
     assert hashlib.sha256(packed).hexdigest() == record["sha256"]
     assert len(packed) < 350_000
-    assert record["parameters"] == sum(p.numel() for p in models.pretrained().parameters())
+    assert record["parameters"] == sum(p.numel() for p in models.pretrained(mixer).parameters())
 
 
-def test_recorded_command_is_the_recorded_recipe():
+def test_shipped_models_differ_in_the_mixer_alone():
+    softmax, linear = (models.pretrained_record(mixer) for mixer in ("softmax", "linear"))
+    for key in ("parameters", "steps", "batch", "length", "lr", "seed"):
+        assert softmax[key] == linear[key]
+    different = {key for key, x in softmax["config"].items() if linear["config"][key] != x}
+    assert different == {"mixers", "rope"} and "linear" in linear["config"]["rope"]
+    with pytest.raises(ValueError, match="`mixer`: got 'gla', expected one of softmax, linear"):
+        models.pretrained("gla")
+
+
+@SHIPPED
+def test_recorded_command_is_the_recorded_recipe(mixer):
     from linattn_edu.train.__main__ import arguments
 
-    record = models.pretrained_record()
+    record = models.pretrained_record(mixer)
     start, module, argv = record["command"].partition("python -m linattn_edu.train ")
     assert start == "" and module
     args = arguments(shlex.split(argv))
     for name in ("steps", "batch", "length", "lr", "seed", "threads"):
         assert getattr(args, name) == record[name]
-    config = ByteLMConfig(args.width, args.heads, args.mixers.split(","), args.hidden)
+    config = ByteLMConfig(args.width, args.heads, args.mixers.split(","), args.hidden, args.rope.split(","))
     assert config == ByteLMConfig(**record["config"])
-    assert vars(arguments([])) == vars(args), "the defaults are the recipe"
+    if mixer == "softmax":
+        assert vars(arguments([])) == vars(args), "the defaults are the recipe"
 
 
 def test_loading_is_deterministic(pretrained):
@@ -212,10 +228,11 @@ def test_loading_is_deterministic(pretrained):
         assert p.dtype == torch.float32 and torch.equal(p, r)
 
 
-def test_validation_loss_is_the_recorded_one(pretrained):
+@SHIPPED
+def test_validation_loss_is_the_recorded_one(mixer):
     # The mean of 16,384 losses moves by 4e-7 from float32 to float64 arithmetic, so by no more on another CPU.
-    recorded = models.pretrained_record()["validation_loss"]
-    assert abs(evaluate(pretrained) - recorded) < 1e-5
+    recorded = models.pretrained_record(mixer)["validation_loss"]
+    assert abs(evaluate(models.pretrained(mixer)) - recorded) < 1e-5
 
 
 def test_shipped_model_beats_unigrams_and_bigrams(pretrained):

@@ -10,7 +10,7 @@
     [(1, 38, 2, 32), (1, 38, 2, 32), (1, 38, 2, 32)]
 """
 
-from .byte_lm import ByteLM, ByteLMConfig, rope
-from .storage import load, pretrained, pretrained_record, save
+from linattn_edu.models.byte_lm import ByteLM, ByteLMConfig, rope
+from linattn_edu.models.storage import load, pretrained, pretrained_record, save
 
 __all__ = ["ByteLM", "ByteLMConfig", "load", "pretrained", "pretrained_record", "rope", "save"]

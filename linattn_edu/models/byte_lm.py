@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import VARIANTS
+from linattn_edu import VARIANTS
 
 VOCABULARY = 256
 MIXERS = ("softmax", "linear")

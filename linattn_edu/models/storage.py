@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .byte_lm import ByteLM, ByteLMConfig
+from linattn_edu.models.byte_lm import ByteLM, ByteLMConfig
 
 SUFFIX = ".npz.xz"
+PRETRAINED = ("softmax", "linear")
 # A literal's context tells even from odd bytes: a float16's high byte is far from random, its low byte is random.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 1, "pb": 1}]
 
@@ -43,15 +44,21 @@ def load(packed: bytes, config: ByteLMConfig) -> ByteLM:
     return model
 
 
-def pretrained_record() -> dict:
-    """How the shipped model was made: command, configuration, seed, steps, losses, versions, date, sha256."""
-    return json.loads(files(__package__).joinpath("weights", "byte_lm.json").read_text("utf-8"))
+def pretrained_record(mixer: str = "softmax") -> dict:
+    """How a shipped model was made: command, configuration, seed, steps, losses, machine, versions, date, sha256."""
+    return json.loads(_shipped(mixer, ".json").read_text("utf-8"))
 
 
-def pretrained() -> ByteLM:
-    """The shipped softmax model, trained on Emma and Sense and Sensibility; eval mode, float32, on the CPU.
+def pretrained(mixer: str = "softmax") -> ByteLM:
+    """A shipped model, trained on Emma and Sense and Sensibility; eval mode, float32, on the CPU.
 
-    It reads at most `pretrained_record()["length"]` bytes well: RoPE met no larger distance in training.
+    "softmax" and "linear" (ELU+1) differ in the mixer alone: both rotate q and k by position, with the same sizes,
+    data and steps. They read at most `pretrained_record(mixer)["length"]` bytes well: RoPE met no larger distance.
     """
-    packed = files(__package__).joinpath("weights", "byte_lm" + SUFFIX).read_bytes()
-    return load(packed, ByteLMConfig(**pretrained_record()["config"]))
+    return load(_shipped(mixer, SUFFIX).read_bytes(), ByteLMConfig(**pretrained_record(mixer)["config"]))
+
+
+def _shipped(mixer, suffix):
+    if mixer not in PRETRAINED:
+        raise ValueError(f"`mixer`: got {mixer!r}, expected one of {', '.join(PRETRAINED)}")
+    return files(__package__).joinpath("weights", f"byte_lm_{mixer}{suffix}")

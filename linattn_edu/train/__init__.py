@@ -1,5 +1,5 @@
 """Training of language models on the novels. `python -m linattn_edu.train` makes the shipped model."""
 
-from .loop import adamw, evaluate, learning_rate, loss_by_position, summary, train
+from linattn_edu.train.loop import adamw, evaluate, learning_rate, loss_by_position, summary, train
 
 __all__ = ["adamw", "evaluate", "learning_rate", "loss_by_position", "summary", "train"]

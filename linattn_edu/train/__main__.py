@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from .. import models
-from ..models.storage import SUFFIX
-from . import evaluate, summary, train
+from linattn_edu import models
+from linattn_edu.models.storage import SUFFIX
+from linattn_edu.train import evaluate, summary, train
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -21,6 +21,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("byte_lm"), help="writes OUT.npz.xz (weights) and OUT.json (record)")
     add("--mixers", default=",".join(default.mixers), help="a mixer a layer, separated by commas")
+    add("--rope", default=",".join(default.rope), help="mixers whose q and k are rotated by position")
     add("--width", type=int, default=default.width)
     add("--heads", type=int, default=default.heads)
     add("--hidden", type=int, default=default.hidden, help="width of the SwiGLU layers")
@@ -30,6 +31,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1)
+    add("--device", default="cpu")
     return parser.parse_args(argv)
 
 
@@ -37,8 +39,8 @@ def main(argv: list[str] | None = None) -> dict:
     args = arguments(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    config = models.ByteLMConfig(args.width, args.heads, args.mixers.split(","), args.hidden)
-    model = models.ByteLM(config)
+    config = models.ByteLMConfig(args.width, args.heads, args.mixers.split(","), args.hidden, args.rope.split(","))
+    model = models.ByteLM(config).to(args.device)
     began = time.perf_counter()
     recipe = {name: getattr(args, name) for name in ("steps", "batch", "length", "lr", "seed")}
     history = train(model, **recipe)
@@ -57,6 +59,7 @@ def main(argv: list[str] | None = None) -> dict:
         "validation_history": [[r["step"], r["validation"]] for r in history if "validation" in r],
         "seconds": round(seconds),
         "threads": args.threads,
+        "device": torch.cuda.get_device_name(args.device) if model.head.weight.is_cuda else args.device,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "sha256": hashlib.sha256(packed).hexdigest(),

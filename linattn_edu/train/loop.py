@@ -7,11 +7,15 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from .. import data
+from linattn_edu import data
 
 
 def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"):
-    """-ln p(target): inputs and targets [B, T] -> the mean, or with reduction="none" the losses [B * T]."""
+    """-ln p(target): inputs and targets [B, T] -> the mean, or with reduction="none" the losses [B * T].
+
+    The bytes go to the device of the model.
+    """
+    inputs, targets = (ids.to(next(model.parameters()).device) for ids in (inputs, targets))
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
@@ -25,7 +29,7 @@ def loss_by_position(
     """
     total = torch.zeros(inputs.shape[1], dtype=torch.float64)
     for x, y in zip(inputs.split(batch), targets.split(batch)):
-        total += cross_entropy(model, x, y, "none").view_as(y).double().sum(0)
+        total += cross_entropy(model, x, y, "none").view(y.shape).sum(0, dtype=torch.float64).cpu()
     return total / len(inputs)
 
 
@@ -88,5 +92,5 @@ def update(model: nn.Module, optimizer, x: torch.Tensor, y: torch.Tensor, *, rat
 def summary(records: list[dict], last: int = 100) -> dict:
     """Mean loss of the last steps and the latest validation loss, for the progress bar and the record."""
     losses = [r["loss"] for r in records[-last:]]
-    validations = [r["validation"] for r in records if "validation" in r]
-    return {"loss": sum(losses) / len(losses)} | ({"validation": validations[-1]} if validations else {})
+    latest = next((r for r in reversed(records) if "validation" in r), {})
+    return {"loss": sum(losses) / len(losses)} | {k: latest[k] for k in latest if k == "validation"}
