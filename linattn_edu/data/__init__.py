@@ -14,8 +14,8 @@ validation reads Pride and Prejudice, a novel that training never sees. `mengzi`
 `python -m linattn_edu.data` prints origin and rights.
 """
 
-from .sampling import batches, members, windows
-from .texts import BOOKS, SPLITS, Book, decode, encode, load_bytes, load_text, names, provenance
+from linattn_edu.data.sampling import batches, members, windows
+from linattn_edu.data.texts import BOOKS, SPLITS, Book, decode, encode, load_bytes, load_text, names, provenance
 
 __all__ = [
     "BOOKS", "SPLITS", "Book", "batches", "decode", "encode",

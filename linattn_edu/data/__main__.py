@@ -1,3 +1,3 @@
-from . import provenance
+from linattn_edu.data import provenance
 
 print(provenance())

@@ -6,7 +6,7 @@ from itertools import count as count_from
 import numpy as np
 import torch
 
-from .texts import BOOKS, SPLITS, load_bytes
+from linattn_edu.data.texts import BOOKS, SPLITS, load_bytes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
