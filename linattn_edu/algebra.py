@@ -36,8 +36,9 @@ def decay_matrix(g):
 
     Each entry has a sum of its own, for the reason given in `to_end`. No exponent is positive.
     """
-    sums = g[..., None].expand(*g.shape, g.shape[-1]).tril(-1).cumsum(-2)
-    return sums.exp().tril()
+    C = g.shape[-1]
+    later = g.new_ones(C, C).tril(-1)  # 1 where token i comes after token j
+    return (g[..., None] * later).cumsum(-2).exp().tril()
 
 
 def channel_scores(q, k, g):
@@ -76,10 +77,10 @@ def l2norm(x):
 
 
 def scan(a, x):
-    """All h_t = a_t h_{t-1} + x_t from h = 0 along the axis 1, in 2 log2(T) levels: `a`, `x [B, T, ...]` -> `[B, T, ...]`.
+    """All h_t = a_t h_{t-1} + x_t along the axis 1, from h = 0, in 2 log2(T) levels: `a, x [B, T, ...]` -> `[B, T, ...]`.
 
-    Tokens 2i and 2i + 1 act like one with the factor a' a and the input a' x + x'. Solving for these pairs, a problem of
-    half the length, gives every other h; one step more gives the rest. Nothing is divided by, so factors of 0 are fine.
+    Two tokens in a row act like one with the factor a' a and the input a' x + x'. The scan of these pairs, a problem of
+    half the length, gives every other h; one step more gives the rest. Nothing is divided by, so factors may be 0.
 
     Source: Blelloch 1990.
     """
@@ -101,5 +102,4 @@ def solve_unit_lower(A, *right):
     Row i is X_i - sum_{j<i} A_ij (row j), no inverse is formed. The series I - A + A^2 - ... and its doubling
     (I - A)(I + A^2)(I + A^4)... end too, since A^C = 0, but their terms grow far beyond the sum where keys are alike.
     """
-    solution = torch.linalg.solve_triangular(A, torch.cat(right, -1), upper=False, unitriangular=True)
-    return solution.split([x.shape[-1] for x in right], -1)
+    return tuple(torch.linalg.solve_triangular(A, X, upper=False, unitriangular=True) for X in right)

@@ -49,7 +49,9 @@ recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)
 
 
 def retnet_log_decay(H, *, dtype=None, device=None):
-    """RetNet's decay of each head, g_h = log(1 - 2^(-5-h)): half-lives from 21.8 tokens on, doubling from head to head.
+    """RetNet's decay of each head, g_h = log(1 - 2^(-5-h)).
+
+    The half-life is 21.8 tokens in head 0 and about twice that of the head before in every other.
 
     Args:
         H: number of heads.
@@ -120,8 +122,8 @@ def prefix_states(k, v, *, g=None):
 
     Without decay S_t is a prefix sum, and the sum of pairs may be taken first: two tokens act like one with decay
     exp(g_1 + g_2) and write exp(g_2) k_1 v_1^T + k_2 v_2^T. The T dependent steps become 2 log2(T) levels of
-    independent ones, with O(T K V) work, as much as the recurrence. What it costs is memory: T states of K V numbers,
-    where chunkwise keeps T / C and `recurrent` one.
+    independent ones, in about twice the work of the recurrence. What it costs is memory: T states of K V numbers, where
+    a chunkwise form needs T / C of them and the recurrence one.
 
     Args:
         k: [B, T, H, K]; k and v share one floating dtype.

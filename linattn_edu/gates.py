@@ -40,7 +40,9 @@ def mamba2_decay(x, A_log, dt_bias):
 
 @validate.named
 def kda_decay(x, A_log, dt_bias):
-    """KDA's gate: that of Mamba-2 for every key channel, g = -exp(A_log) * softplus(x + dt_bias); the rate is the head's.
+    """KDA's gate, that of Mamba-2 in every key channel: g = -exp(A_log) * softplus(x + dt_bias).
+
+    All channels of a head share its rate exp(A_log).
 
     Args:
         x: [B, T, HV, K], or [B, HV, K] for one token.
@@ -65,8 +67,8 @@ def kda_bounded_decay(x, A_log, dt_bias, *, lower_bound=-5.0):
     """KDA's bounded gate, g = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)), between lower_bound and 0.
 
     Sixteen tokens then decay by at least exp(-80), which float32 and bfloat16 hold as well as its inverse: kernels may
-    divide by the decay of a block of 16. It is another function than `kda_decay`, and weights trained with one are
-    worthless with the other: here exp(A_log) makes the sigmoid steep, there it is the rate.
+    divide by the decay of a block of 16. It is another function than `kda_decay`, with parameters of the same names
+    that do not fit the other: here exp(A_log) makes the sigmoid steep, there it is the rate.
 
     Args:
         x: [B, T, HV, K], or [B, HV, K] for one token.
@@ -117,8 +119,8 @@ def gla_decay(x, *, tau=16.0):
 def write_strength(x, *, negative_eigenvalues=False):
     """beta = sigmoid(x) in (0, 1), or 2 sigmoid(x) in (0, 2).
 
-    For a unit key the delta rule's transition has the eigenvalue 1 - beta along k: from 1 (write nothing) to 0 (replace),
-    or on to -1 (reflect), with which a state can count parity.
+    For a unit key the delta rule's transition has the eigenvalue 1 - beta along k: from 1 (write nothing) to 0
+    (replace), or on to -1 (reflect), with which a state can count parity.
 
     Args:
         x: any shape, [B, T, HV] for the delta rule.
@@ -131,7 +133,7 @@ def write_strength(x, *, negative_eigenvalues=False):
         ValueError: a wrong dtype.
         TypeError: an argument that is missing, or is no tensor or flag.
 
-    Source: Yang et al. 2024 (2406.06484), section 3; Grazzi et al. 2025 (2411.12537) for (0, 2).
+    Source: Yang et al. 2024 (2406.06484); Grazzi et al. 2025 (2411.12537) for (0, 2).
     """
     validate.flag("negative_eigenvalues", negative_eigenvalues)
     beta = torch.sigmoid(_floating(x))

@@ -9,8 +9,8 @@ and the same q and k in all of them. The step size Delta_t > 0 says at once how 
 Source: Gu and Dao 2023, eq. 2 and alg. 2. Paper and official code differ: eq. 4 of the paper discretises B by a
 zero-order hold, which takes u as constant during Delta; the code makes an Euler step, and adds the term D u.
 
-    "zoh"      Bbar = (exp(Delta A) - 1) / A * B
-    "euler"    Bbar = Delta B, smaller or larger by Delta^2 A B / 2 + O(Delta^3)
+    "zoh"      Bbar = (exp(Delta A) - 1) / A * B = Delta B + Delta^2 A B / 2 + O(Delta^3)
+    "euler"    Bbar = Delta B
 """
 
 from functools import partial
@@ -82,7 +82,8 @@ def by_chunk(A, hold, size, xs, h):
     size = min(size, T)
     xs = [F.pad(x, [0, 0, 0, -T % size]).unflatten(1, (-1, size)) for x in xs]  # [B, chunks, C, ...]
     batch, chunks = xs[0].shape[:2]
-    from_zero = by_token(partial(update, A, hold), [x.flatten(0, 1) for x in xs], h.new_zeros(batch * chunks, *h.shape[1:]))
+    zero = h.new_zeros(batch * chunks, *h.shape[1:])
+    from_zero = by_token(partial(update, A, hold), [x.flatten(0, 1) for x in xs], zero)
     y, written = (x.unflatten(0, (batch, chunks)) for x in from_zero)
     C, delta = xs[0], xs[3]
     since_start = (delta.cumsum(2)[..., None] * A).exp()

@@ -6,7 +6,7 @@ The last tap, weight[:, W-1], belongs to the token itself: the order in which `t
 checkpoints hold it, which is that of time, not of the lag. What precedes the sequence comes from the state, the last
 W - 1 inputs, oldest first, or is zero.
 
-Source: Dao et al. 2023 (H3) and the Mamba layer, W = 4; with SiLU on q, k and v in DeltaNet and its successors.
+Source: the block of Gu and Dao 2023 (W = 4); on q, k and v with SiLU in Yang et al. 2024 (2406.06484) and successors.
 """
 
 import torch
@@ -30,7 +30,8 @@ def causal_conv(
         weight: [D, W]; the last tap belongs to the token itself. `Conv1d.weight[:, 0]` has this order.
         bias: [D]; none if None.
         activation: None or "silu".
-        initial_state: [N, D, W-1], the inputs before the first token, oldest first, taken in the dtype of x; zero if None.
+        initial_state: [N, D, W-1], the inputs before the first token, oldest first, cast to the dtype of x; zero if
+            None.
         output_final_state: return the last W - 1 inputs, else None in their place.
         cu_seqlens: integers [N+1], the bounds of N sequences packed into one row (B = 1).
 

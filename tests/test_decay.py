@@ -150,7 +150,7 @@ def test_prefix_states_are_the_states_of_recurrent(T):
         assert S.shape == (2, T, 4, 5, 7) and S.dtype == torch.float64
         for t in range(T):
             named = {key: arguments[key][:, : t + 1] for key in "qkv"}
-            at_t = torch.zeros(4, dtype=torch.float64) if gate is None else gate if gate.dim() == 1 else gate[:, : t + 1]
+            at_t = gate[:, : t + 1] if gate is g else torch.zeros(4).double() if gate is None else gate
             last = decay.recurrent(**named, g=at_t, output_final_state=True)[1]
             torch.testing.assert_close(S[:, t], last, **TIGHT)
     if T:

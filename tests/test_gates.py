@@ -27,7 +27,8 @@ X = [-30.0, -3.0, -0.5, 0.0, 0.7, 4.0, 15.0]
 
 def parameters(H=2, K=3):
     draw = torch.Generator().manual_seed(0)
-    return [torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((2, 5, H), (H,), (H,), (2, 5, H, K), (H, K))]
+    shapes = [(2, 5, H), (H,), (H,), (2, 5, H, K), (H, K)]
+    return [torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
 
 def test_mamba2_decay_is_its_equation():
@@ -52,7 +53,8 @@ def test_kda_bounded_decay_is_its_equation():
         for h, c in ((0, 0), (1, 2)):
             z = math.exp(A_log[h]) * (x[1, 3, h, c].item() + dt_bias[h, c].item())
             assert abs(g[1, 3, h, c].item() - bound * sigmoid(z)) < 1e-12
-    assert torch.equal(gates.kda_bounded_decay(x, A_log, dt_bias), gates.kda_bounded_decay(x, A_log, dt_bias, lower_bound=-5))
+    default, bounded = (gates.kda_bounded_decay(x, A_log, dt_bias, **bound) for bound in ({}, {"lower_bound": -5}))
+    assert torch.equal(default, bounded)
 
 
 def test_the_two_kda_gates_are_two_functions():
@@ -136,22 +138,32 @@ def test_gates_are_what_the_forms_take():
     assert gates.mamba2_decay(x[:, 0], A_log, dt_bias_scalar).shape == (2, 2)
 
 
-@pytest.mark.parametrize(
-    "error, call, message",
-    [
-        (ValueError, lambda x, a, b, y, c: gates.mamba2_decay(x, a[:1], b), "`A_log`: got shape [1], expected [HV] with HV = 2"),
-        (ValueError, lambda x, a, b, y, c: gates.mamba2_decay(y, a, b), "`x`: got shape [2, 5, 2, 3], expected [B, HV]"),
-        (ValueError, lambda x, a, b, y, c: gates.kda_decay(y, a, b), "`dt_bias`: got shape [2], expected [HV, K]"),
-        (ValueError, lambda x, a, b, y, c: gates.kda_decay(y.long(), a, c), "`x`: got dtype torch.int64"),
-        (ValueError, lambda x, a, b, y, c: gates.kda_bounded_decay(y, a, c, lower_bound=0), "`lower_bound`: got 0"),
-        (ValueError, lambda x, a, b, y, c: gates.gla_decay(y, tau=0), "`tau`: got 0, expected a finite positive number"),
-        (ValueError, lambda x, a, b, y, c: gates.write_strength(y.long()), "`x`: got dtype torch.int64"),
-        (TypeError, lambda x, a, b, y, c: gates.mamba2_decay(x, a), "got no argument `dt_bias`"),
-        (TypeError, lambda x, a, b, y, c: gates.gla_decay(0.5), "`x`: got float 0.5, expected a tensor"),
-        (TypeError, lambda x, a, b, y, c: gates.write_strength(x, negative_eigenvalues=1), "expected True or False"),
-    ],
-)
-def test_bad_arguments_are_named(error, call, message):
+BAD = [
+    (ValueError, "mamba2_decay", {"A_log": lambda x: x[:1]}, "`A_log`: got shape [1], expected [HV] with HV = 2"),
+    (ValueError, "mamba2_decay", {"x": lambda x: x[0, 0]}, "`x`: got shape [2], expected [B, HV]"),
+    (ValueError, "kda_decay", {"dt_bias": lambda x: x[0]}, "`dt_bias`: got shape [3], expected [HV, K] with HV = 2"),
+    (ValueError, "kda_decay", {"x": lambda x: x.long()}, "`x`: got dtype torch.int64, expected a floating dtype"),
+    (ValueError, "kda_bounded_decay", {"lower_bound": 0}, "`lower_bound`: got 0, expected a number below 0"),
+    (ValueError, "gla_decay", {"tau": 0}, "`tau`: got 0, expected a finite positive number"),
+    (ValueError, "write_strength", {"x": lambda x: x.long()}, "`x`: got dtype torch.int64, expected a floating dtype"),
+    (TypeError, "mamba2_decay", {"bias": 1}, "got the unknown argument `bias`, expected `x`, `A_log`, `dt_bias`"),
+    (TypeError, "gla_decay", {"x": 0.5}, "`x`: got float 0.5, expected a tensor"),
+    (TypeError, "write_strength", {"negative_eigenvalues": 1}, "got int 1, expected True or False"),
+]
+
+
+@pytest.mark.parametrize("error, name, change, message", BAD)
+def test_bad_arguments_are_named(error, name, change, message):
+    x, A_log, dt_bias_scalar, channels, dt_bias = parameters()
+    arguments = {
+        "mamba2_decay": {"x": x, "A_log": A_log, "dt_bias": dt_bias_scalar},
+        "kda_decay": {"x": channels, "A_log": A_log, "dt_bias": dt_bias},
+        "kda_bounded_decay": {"x": channels, "A_log": A_log, "dt_bias": dt_bias},
+        "gla_decay": {"x": channels},
+        "write_strength": {"x": x},
+    }[name]
+    for key, new in change.items():
+        arguments[key] = new(arguments[key]) if callable(new) else new
     with pytest.raises(error) as raised:
-        call(*parameters())
+        getattr(gates, name)(**arguments)
     assert message in str(raised.value)

