@@ -96,7 +96,8 @@ def test_every_training_window_is_equally_likely():
 
 def test_windows_of_two_texts_are_all_reached_equally_often_and_none_straddles(monkeypatch):
     tiny = dict(zip(data.members("train"), (b"abcdef", b"uvwxy")))
-    monkeypatch.setattr("linattn_edu.data.sampling.load_bytes", lambda n: torch.tensor(list(tiny[n]), dtype=torch.uint8))
+    tiny_bytes = lambda name: torch.tensor(list(tiny[name]), dtype=torch.uint8)
+    monkeypatch.setattr("linattn_edu.data.sampling.load_bytes", tiny_bytes)
     x, y = next(data.batches("train", batch=5000, length=3, seed=0))
     seen = Counter(data.decode(torch.cat([a, b[-1:]])) for a, b in zip(x, y))
     assert set(seen) == {"abcd", "bcde", "cdef", "uvwx", "vwxy"}

@@ -85,7 +85,9 @@ def oracle(model, ids):
 
 
 @pytest.mark.parametrize("T", [1, 2, 67, 130])
-@pytest.mark.parametrize("changes", [{}, {"tied": False}, {"rope": ("softmax", "linear"), "rope_base": 50.0}, {"rope": ()}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": False}, {"rope": ("softmax", "linear"), "rope_base": 50.0}, {"rope": ()}]
+)
 def test_model_is_its_formulas(T, changes):
     model, ids = small(**changes), text(T)
     with torch.no_grad():
@@ -174,7 +176,7 @@ def test_saved_weights_come_back_rounded_to_float16(tied, tmp_path):
 
 def test_weights_of_another_configuration_are_refused(tmp_path):
     packed = models.save(small(), tmp_path / "m")
-    with pytest.raises(ValueError, match="`packed`: weights blocks.0.mlp.down.weight, blocks.0.mlp.up.weight, blocks.1"):
+    with pytest.raises(ValueError, match="`packed`: weights blocks.0.mlp.down.weight, blocks.0.mlp.up"):
         models.load(packed, ByteLMConfig(24, 3, ("softmax", "linear", "softmax"), 21))
     with pytest.raises(ValueError, match="`packed`: weights blocks.2"):
         models.load(packed, ByteLMConfig(24, 3, ("softmax", "linear"), 20))
