@@ -1,11 +1,13 @@
 """The checker of exercises: it passes what is right, and says in words what is wrong, on how small an input."""
 
+import functools
 import importlib
 
 import pytest
 import torch
 
 from linattn_edu.check import answers, check, check_answer
+from linattn_edu.check.mutants import located
 from linattn_edu.check.problems import problems
 from linattn_edu.feature_maps import elu1
 
@@ -14,11 +16,8 @@ PROBLEMS = problems()
 
 def packaged(name):
     """The package's own function for a name."""
-    module, _, form = name.partition(".")
-    module = importlib.import_module(f"linattn_edu.{module}")
-    if form in ("update", "inter"):
-        return getattr(module.operator, form)
-    return PROBLEMS[name].reference if form == "merge" else getattr(module, form.replace("online", "chunkwise"))
+    module, *path = located(name)
+    return functools.reduce(getattr, path, importlib.import_module(f"linattn_edu.{module}"))
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

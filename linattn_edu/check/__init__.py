@@ -14,14 +14,15 @@ from linattn_edu.check.judge import Report, judge
 __all__ = ["Report", "check", "check_answer"]
 
 
-def check(name, function, *, quiet=False, skip=(), **options):
+def check(name, function, *, heads=True, skip=(), quiet=False, **options):
     """Run the theorems of an operator on a function, and say in words which hold and which fail.
 
     Args:
         name: what the function is meant to be, as "linear.recurrent"; an unknown name raises with the list.
         function: takes the operator's arguments, or some of them: what it has no argument for is not tested.
+        heads: False for a function of one sequence and one head, whose q is [T, K] and whose state is [K, V].
+        skip: keys of theorems that are not asked for, as "ragged" (see `theorems.THEOREMS`).
         quiet: print nothing.
-        skip: keys of theorems that are not asked for, as "ragged".
         options: of the operator, as `normalize=False`; passed to `function` too if it takes them.
 
     Returns:
@@ -30,7 +31,7 @@ def check(name, function, *, quiet=False, skip=(), **options):
     Raises:
         ValueError: an unknown name.
     """
-    report = judge(name, function, options, skip)
+    report = judge(name, function, options, skip, heads)
     if not quiet:
         print(report)
     return report

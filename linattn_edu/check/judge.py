@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from linattn_edu.check.diagnosis import likely_slip
-from linattn_edu.check.problems import Setting, problems
+from linattn_edu.check.drawing import Setting
+from linattn_edu.check.problems import problems
 from linattn_edu.check.reader import Reader, Stop
 from linattn_edu.check.theorems import THEOREMS, Theorem, comparisons
 
@@ -57,34 +58,39 @@ class Report:
 
     def __str__(self):
         lines = [repr(self), *(f"✓ {theorem.sentence}" for theorem in self.held)]
-        seen = set()
+        wrong, said = any(failure.theorem.key == "value" for failure in self.failures), set()
         for failure in self.failures:
             lines.append(f"✗ {failure.theorem.sentence}")
-            if failure.words not in seen:
+            follows = wrong and failure.theorem.key not in ("value", "causal") or failure.words in said
+            said.add(failure.words)
+            if not follows:
                 lines.append(f"    {failure.words}")
                 lines += [f"    on the input {failure.input}"] if failure.input else []
-            seen.add(failure.words)
         for reason in dict.fromkeys(self.not_tested.values()):
-            lines.append(f"- not tested, since {reason}:")
-            lines += [f"    {theorem.sentence}" for theorem, given in self.not_tested.items() if given == reason]
+            keys = ", ".join(theorem.key for theorem, given in self.not_tested.items() if given == reason)
+            lines.append(f"- not tested, since {reason}: {keys}")
         if self.slip:
             lines.append(f"Likely slip: your function equals the version that {self.slip}.")
         return "\n".join(lines)
 
 
-def judge(name, function, options, skip=()):
+def judge(name, function, options, skip=(), heads=True):
     """Ask every theorem of a function; diagnose it if one fails."""
     found = problems()
     if name not in found:
         raise ValueError(f"`name`: got {name!r}, expected one of {', '.join(found)}")
-    problem = replace(found[name], options=options)
+    problem = found[name].with_options(options)
+    if not heads:
+        problem = problem.with_one_head()
     report = Report(name, f"`{getattr(function, '__name__', type(function).__name__)}`")
     try:
-        run = Reader(problem, function)
+        run = Reader(problem, function, heads=heads)
     except Stop as stop:
         report.failures.append(Failure(ARGUMENTS, "raises", f"your function {stop}"))
         return report
     base = problem.base(run.takes("chunk_size"))
+    if not heads:
+        base = replace(base, B=1, H=1, HV=1)
     run.returned = returned(run, base)
     failing = []
     for theorem in THEOREMS:
@@ -162,7 +168,8 @@ def difference(c, tolerance):
     if off.numel() == 0 or off.max() <= tolerance:
         return None
     at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)]
-    here, true = (f"{x[tuple(at)].item() + 0.0:.3g}" for x in (got, expected))
+    pair = [x[tuple(at)].item() + 0.0 for x in (got, expected)]
+    here, true = next(shown for shown in ([f"{x:.{n}g}" for x in pair] for n in (3, 6, 9, 12, 17)) if shown[0] != shown[1])
     kind = "value" if off.max() < torch.inf else "finite"
     largest = f" (largest deviation {(got - expected).abs().max().item():.1e})" if kind == "value" else ""
     return kind, f"{c.what} is {here} at {at}, expected {true}{largest}", off.max().item()
@@ -203,7 +210,8 @@ def shrunk(setting, size, value):
 
 def described(problem, setting):
     """The input in letters: B = 1, T = 2, ..."""
-    sizes = [f"{x} = {getattr(setting, x)}" for x in problem.letters.split() if not (setting.lengths and x in "BT")]
+    letters = [x.rpartition(":") for x in problem.letters.split() if not (setting.lengths and x in "BT")]
+    sizes = [f"{x or attribute} = {getattr(setting, attribute)}" for x, _, attribute in letters]
     if setting.lengths:
         sizes.append(f"packed sequences of {', '.join(map(str, setting.lengths))} tokens")
     if setting.chunk_size:

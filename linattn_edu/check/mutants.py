@@ -63,11 +63,8 @@ class Copy:
 
     def function(self, name):
         """The function for a name of `check`, as "linear.recurrent"."""
-        module, _, form = name.partition(".")
-        if form == "merge":
-            return self.module("check.blocks").merge
-        module = self.module(module)
-        return getattr(module.operator if form in ("update", "inter") else module, form.replace("online", "chunkwise"))
+        module, *path = located(name)
+        return functools.reduce(getattr, path, self.module(module))
 
     def module(self, name):
         if name not in self.modules:
@@ -110,9 +107,18 @@ def used_by(module):
 
 def candidates(name):
     """The mutants that could show in a function of `check`."""
-    module = "check.blocks" if name == "softmax.merge" else name.partition(".")[0]
-    return [mutant for mutant in MUTANTS if mutant.module in used_by(module)]
+    return [mutant for mutant in MUTANTS if mutant.module in used_by(located(name)[0])]
 
+
+def located(name):
+    """The module and the attributes where the function for a name of `check` is found."""
+    module, form = name.split(".")
+    if name in IN_BLOCKS:
+        return "check.blocks", IN_BLOCKS[name]
+    return (module, "operator", form) if form in ("update", "inter") else (module, form.replace("online", "chunkwise"))
+
+
+IN_BLOCKS = {"softmax.merge": "merge", "algebra.solve_unit_lower": "solve"}
 
 MUTANTS = tuple(
     Mutant(*row)
@@ -169,7 +175,7 @@ MUTANTS = tuple(
         ("algebra", "decay_matrix", "tril(-1)", "tril()", "has the key's own gate in the decay mask, one too many", "decay.parallel"),
         ("algebra", "decay_matrix", ".exp().tril()", ".exp()", "does not mask after the exponential, where e^0 = 1 is left above the diagonal", "decay.parallel"),
         ("algebra", "decay_matrix", ".exp().tril()", ".exp().tril(-1)", "leaves out the diagonal of the decay mask", "decay.parallel"),
-        ("algebra", "decay_matrix", "g[..., None].expand(*g.shape, g.shape[-1]).tril(-1).cumsum(-2)", "g.cumsum(-1)[..., :, None] - g.cumsum(-1)[..., None, :]", "exponentiates before it masks, so that strong gates give NaN gradients", "decay.parallel"),
+        ("algebra", "decay_matrix", "(g[..., None] * later).cumsum(-2)", "g.cumsum(-1)[..., :, None] - g.cumsum(-1)[..., None, :]", "exponentiates before it masks, so that strong gates give NaN gradients", "decay.parallel"),
         ("algebra", "channel_scores", "(k_early * to_end(g_early))", "k_early", "does not decay the keys up to the query", "gla.parallel"),
         ("algebra", "solve_unit_lower", "solve_triangular(A,", "solve_triangular(-A,", "solves with I - A in the place of I + A", "deltanet.parallel"),
         ("forms", "Plain.scale", "return K**-0.5", "return 1", "leaves out the scale K ** -0.5", "decay.recurrent"),
@@ -205,9 +211,9 @@ MUTANTS = tuple(
         ("deltanet", "update", "beta[..., None] * (v - read(S, k))", "v - beta[..., None] * read(S, k)", "has beta on the erasure but not on the write", "deltanet.recurrent"),
         ("deltanet", "update", "v - read", "v + read", "adds what the state answers instead of taking it out", "deltanet.recurrent"),
         ("deltanet", "update", "read(S, k)", "read(S, q)", "takes out what the query reads instead of the key", "deltanet.recurrent"),
-        ("deltanet", "ut_transform", "beta * scores", "scores", "leaves beta out of the triangular system", "deltanet.chunkwise"),
-        ("deltanet", "ut_transform", "beta * k", "k", "leaves beta out of W", "deltanet.chunkwise"),
-        ("deltanet", "ut_transform", "beta * v", "v", "leaves beta out of U", "deltanet.chunkwise"),
+        ("deltanet", "intra", "k_beta @ k.mT", "k @ k.mT", "leaves beta out of the triangular system", "deltanet.chunkwise"),
+        ("deltanet", "intra", "k.mT, k_beta", "k.mT, k", "leaves beta out of W", "deltanet.chunkwise"),
+        ("deltanet", "intra", "beta * v", "v", "leaves beta out of U", "deltanet.chunkwise"),
         ("deltanet", "intra", ".tril(), k", ".tril(-1), k", "has the strict mask, which belongs to the triangular system, in the output", "deltanet.chunkwise"),
         ("deltanet", "intra", "(q @ k.mT).tril()", "q @ k.mT", "has no causal mask in the output", "deltanet.chunkwise"),
         ("deltanet", "inter", "U - W @ S", "U", "does not take out of the block what the incoming state answers", "deltanet.chunkwise"),
@@ -216,7 +222,7 @@ MUTANTS = tuple(
         ("deltanet", "inter", "S + k.mT @ v", "S + k.mT @ U", "writes U into the state instead of U - W S", "deltanet.chunkwise"),
         ("gated_deltanet", "update", "v, beta", "v + (g.exp() - 1)[..., None] * (k[..., None, :] @ S)[..., 0, :], beta", "takes out what the state answered before it decayed", "gated_deltanet.recurrent"),
         ("gated_deltanet", "update", "g.exp()[..., None, None] * S", "S", "leaves out the decay", "gated_deltanet.recurrent"),
-        ("gated_deltanet", "intra", "ut_transform(k @ k.mT * D", "ut_transform(k @ k.mT", "leaves the decay out of the triangular system", "gated_deltanet.chunkwise"),
+        ("gated_deltanet", "intra", "k_beta @ k.mT * D", "k_beta @ k.mT", "leaves the decay out of the triangular system", "gated_deltanet.chunkwise"),
         ("gated_deltanet", "intra", "start * k", "k", "leaves the decay out of W", "gated_deltanet.chunkwise"),
         ("gated_deltanet", "intra", "q @ k.mT * D", "(q @ k.mT).tril()", "uses the causal mask where the decay mask belongs", "gated_deltanet.chunkwise"),
         ("gated_deltanet", "intra", "end * k", "k", "writes the block into the state without the decay up to its end", "gated_deltanet.chunkwise"),
@@ -228,9 +234,9 @@ MUTANTS = tuple(
         ("kda", "update", "v, beta", "v + (((g.exp() - 1) * k)[..., None, :] @ S)[..., 0, :], beta", "takes out what the state answered before it decayed", "kda.recurrent"),
         ("kda", "update", "g.exp()[..., None]", "g.mean(-1).exp()[..., None, None]", "gives all key channels the same, mean gate: Gated DeltaNet", "kda.recurrent"),
         ("kda", "intra", "return start * q, q_scores", "return start * q, (q @ k.mT).tril()", "uses the causal mask where the decay mask belongs", "kda.chunkwise"),
-        ("kda", "intra", "ut_transform(k_scores", "ut_transform((start * k) @ (k / start).mT", "divides the keys by the cumulated decay, which is 0 with strong gates", "kda.chunkwise"),
+        ("kda", "intra", "solve_unit_lower(A", "solve_unit_lower((start * k_beta) @ (k / start).mT", "divides the keys by the cumulated decay, which is 0 with strong gates", "kda.chunkwise"),
         ("kda", "intra", "start * k", "k", "leaves the decay out of W", "kda.chunkwise"),
         ("kda", "intra", "end * k", "k", "writes the block into the state without the decay up to its end", "kda.chunkwise"),
-        ("kda", "intra", "ut_transform(k_scores", "ut_transform(k @ k.mT", "leaves the decay out of the triangular system", "kda.chunkwise"),
+        ("kda", "intra", "solve_unit_lower(A", "solve_unit_lower(k_beta @ k.mT", "leaves the decay out of the triangular system", "kda.chunkwise"),
     ]
 )

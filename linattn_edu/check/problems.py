@@ -7,32 +7,13 @@ from typing import Callable
 import torch
 
 import linattn_edu
-from linattn_edu import feature_maps, linear, softmax
-from linattn_edu.check.blocks import merge
-from linattn_edu.check.cases import CASES, Case, inputs, tree_map
+from linattn_edu import algebra, decay, feature_maps, gates, linear, mamba, short_conv, softmax
+from linattn_edu.check import drawing
+from linattn_edu.check.blocks import merge, solve
+from linattn_edu.check.cases import CASES, tree_map
+from linattn_edu.check.drawing import Setting
 
 FORMS = ("recurrent", "parallel", "chunkwise", "fused")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One input: sizes, gates, whether there is an incoming state, lengths of packed sequences, dtype."""
-
-    B: int = 2
-    T: int = 32
-    H: int = 2
-    HV: int = 2
-    K: int = 4
-    V: int = 4
-    regime: str = "weak"
-    state: bool = False
-    lengths: tuple = ()
-    chunk_size: int | None = None
-    beta_max: float = 1.0
-    size: float = 1.0
-    options: tuple = ()
-    seed: int = 0
-    dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
@@ -40,8 +21,8 @@ class Problem:
     """A function that a reader can write.
 
     `data` are the arguments that it cannot do without, in order; `over_time` those with a time axis, which is axis 1;
-    `traits` what the theorems may ask of it; `letters` the sizes that describe an input; `known` is filled with true
-    results by setting.
+    `traits` what the theorems may ask of it; `letters` the sizes that describe an input, "N:V" one that `Setting` calls
+    otherwise; `known` is filled with true results by setting.
     """
 
     name: str
@@ -58,174 +39,148 @@ class Problem:
     def arguments(self, setting):
         """The arguments for a setting on the default device, with the options of the setting and of the check."""
         options = self.options | dict(setting.options)
-        drawn = self.draw(setting, options) | options
+        drawn = options | self.draw(setting, options)
         device = torch.get_default_device()
         if device.type == "mps":  # no float64 there
             device = torch.device("cpu")
         return {key: tree_map(lambda y: y.to(device) if isinstance(y, torch.Tensor) else y, x) for key, x in drawn.items()}
 
+    def with_options(self, options):
+        """The problem with some options fixed: what they decide is no longer asked."""
+        traits = self.traits - {"mask" if name == "causal" else name for name in options}
+        if options.get("normalize") is False and "scale" not in options:
+            traits |= {"scale"}
+        if options.get("causal") is False:
+            traits -= {"causal"}
+        return replace(self, options=options, traits=traits)
+
+    def with_one_head(self):
+        """The problem for functions of one sequence and one head, without these axes."""
+        if "heads" not in self.traits:
+            raise ValueError(f"`heads`: got False for {self.name}, which has no heads")
+        letters = " ".join(x for x in self.letters.split() if x in "TKV")
+        return replace(self, traits=self.traits - {"heads", "packed", "packed_state"}, letters=letters)
+
     def base(self, takes_chunk_size):
         """Sizes that any usual chunk divides."""
+        s = Setting(regime="weak" if "g" in self.traits else "zero")
         if "chunk_size" not in self.traits:
-            return Setting(regime="weak" if "g" in self.data else "zero")
-        return Setting(T=32, chunk_size=8) if takes_chunk_size else Setting(T=128)
+            return s
+        return replace(s, chunk_size=8) if takes_chunk_size else replace(s, T=128)
 
 
 def without_chunk_size(recurrent, chunk_size=None, **arguments):
     return recurrent(**arguments)
 
 
-def bounds(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0)
+def by_position(step, data, **arguments):
+    """Call a step, whose arguments are named q_t, ..., by the names without the mark."""
+    first = [arguments.pop(name) for name in data]
+    return step(*first, **arguments)
 
 
-def by_position(step, q, k, v, state, **arguments):
-    return step(q, k, v, state, **arguments)
+def forms(module, draw, data, over_time, traits, **more):
+    """The problems of the forms of a variant: all have the same reference, the recurrence."""
+    name = module.__name__.rpartition(".")[2]
+    for form in FORMS:
+        own = {"chunk_size"} if form in ("chunkwise", "fused") else set()
+        reference = partial(without_chunk_size, module.recurrent)
+        yield Problem(f"{name}.{form}", reference, draw, data, over_time, frozenset(traits | own), **more)
 
 
-def draw_sequence(variant, setting, options):
-    s = replace(setting, B=1, T=sum(setting.lengths)) if setting.lengths else setting
-    sizes = {x: getattr(s, x) for x in "B T H HV K V dtype seed state beta_max".split()}
-    arguments = inputs(Case(variant, CASES[variant].gates, options), s.regime, N=len(s.lengths) or None, **sizes)
-    if s.lengths:
-        arguments["cu_seqlens"] = bounds(s.lengths)
-    if s.chunk_size:
-        arguments["chunk_size"] = s.chunk_size
-    return arguments | {"output_final_state": True}
-
-
-def draw_step(variant, setting, options):
-    """One token and a state: the first token of a sequence."""
-    drawn = draw_sequence(variant, replace(setting, T=1, state=True), options)
-    del drawn["output_final_state"]
-    state = drawn.pop("initial_state")
-    return one_token(drawn, {"q", "k", "v", "g", "beta"}) | {"state": state}
-
-
-def one_token(arguments, over_time):
-    return {key: x[:, 0] if key in over_time else x for key, x in arguments.items()}
-
-
-def draw_update(variant, setting, options):
-    """One token as the formula sees it: heads already shared, no options."""
-    s = replace(setting, H=setting.HV)
-    drawn = draw_step(variant, s, {"feature_map": "identity", "normalize": False} if variant == "linear" else {})
-    return {key: drawn[key] for key in ("q", "k", "v", *CASES[variant].gates)} | {"S": drawn["state"]}
-
-
-def draw_inter(variant, setting, options):
-    """A block after `intra`, and its incoming state."""
-    module, token = CASES[variant].module, draw_update(variant, setting, options)
-    drawn = draw_sequence(variant, replace(setting, H=setting.HV, state=False), options)
-    blocks = [drawn[key].transpose(1, 2)[None] for key in ("q", "k", "v", *CASES[variant].gates)]
-    tensors = [x[0] for x in module.operator.intra(*blocks)]
-    return dict(zip(parameter_names(module.operator.inter), [*tensors, token["S"]]))
-
-
-def parameter_names(function):
-    return function.__code__.co_varnames[: function.__code__.co_argcount]
-
-
-def draw_softmax(setting, options):
-    s = replace(setting, B=1, T=sum(setting.lengths)) if setting.lengths else setting
-    draw = torch.Generator().manual_seed(s.seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=draw, dtype=torch.float64, device="cpu").to(s.dtype)
-
-    arguments = {"q": s.size * normal(s.B, s.T, s.HV, s.K), "k": normal(s.B, s.T, s.H, s.K), "v": normal(s.B, s.T, s.H, s.V)}
-    if s.state:
-        arguments["initial_state"] = normal(s.B, 5, s.H, s.K), normal(s.B, 5, s.H, s.V)
-    if s.lengths:
-        return arguments | {"cu_seqlens": bounds(s.lengths)}
-    if s.chunk_size:
-        arguments["chunk_size"] = s.chunk_size
-    return arguments | {"output_final_state": True}
-
-
-def draw_softmax_step(setting, options):
-    drawn = draw_softmax(replace(setting, T=1, state=True), options)
-    return one_token({key: drawn[key] for key in "qkv"}, "qkv") | {"state": drawn["initial_state"]}
+def step(module, draw, data, traits, **more):
+    name = module.__name__.rpartition(".")[2]
+    return Problem(f"{name}.step", partial(by_position, module.step, data), draw, data, traits=frozenset(traits), **more)
 
 
 def variant_problems(variant):
-    """The problems of a variant with the q, k, v signature: its forms, its step, its formulas."""
-    module, gates = linattn_edu.VARIANTS[variant], tuple(CASES[variant].gates)
-    data = ("q", "k", "v", *gates)
-    traits = {"time", "causal", "heads", "widths", "state", "packed", "packed_state"} | set(gates)
-    traits |= {"feature_map", "normalize"} if variant == "linear" else {"scale"}
-    reference, draw = partial(without_chunk_size, module.recurrent), partial(draw_sequence, variant)
+    """The forms, the step and the formulas of a variant with the q, k, v signature."""
+    module, own = linattn_edu.VARIANTS[variant], tuple(CASES[variant].gates)
+    data = ("q", "k", "v", *own)
+    traits = {"heads", "widths", *own} | ({"feature_map", "normalize"} if variant == "linear" else {"scale"})
     names = ("o", "final state S", "final state z") if variant == "linear" else ("o", "final state")
-    for form in FORMS:
-        more = {"chunk_size"} if form in ("chunkwise", "fused") else set()
-        yield Problem(f"{variant}.{form}", reference, draw, data, data, frozenset(traits | more), results=names)
+    whole = traits | {"time", "causal", "state", "packed", "packed_state"}
+    yield from forms(module, partial(drawing.variant, variant), data, data, whole, results=names)
     names = tuple(name.replace("final", "new") for name in names)
-    yield Problem(
-        f"{variant}.step",
-        partial(by_position, module.step),
-        partial(draw_step, variant),
-        (*data[:3], "state", *gates),
-        traits=frozenset({"heads", "widths", *gates} | ({"feature_map", "normalize"} if variant == "linear" else {"scale"})),
-        letters="B H HV K V",
-        results=names,
-    )
-    formula = {"traits": frozenset({"widths", *gates}), "results": ("o", "S")}
-    update, inter = module.operator.update, module.operator.inter
-    arguments = parameter_names(update)
-    yield Problem(f"{variant}.update", update, partial(draw_update, variant), arguments, letters="B HV K V", **formula)
-    arguments = parameter_names(inter)
-    yield Problem(f"{variant}.inter", inter, partial(draw_inter, variant), arguments, letters="B T HV K V", **formula)
+    token = ("q", "k", "v", "state", *own)
+    by_name = partial(by_position, module.step, token[:4])
+    draw = partial(drawing.variant_step, variant)
+    yield Problem(f"{variant}.step", by_name, draw, token, (), frozenset(traits), "B H HV K V", names)
+    traits, update, inter = frozenset({"widths", *own}), module.operator.update, module.operator.inter
+    data, draw = (*data, "S"), partial(drawing.variant_update, variant)
+    yield Problem(f"{variant}.update", update, draw, data, (), traits, "B HV K V", ("o", "S"))
+    data = inter.__code__.co_varnames[: inter.__code__.co_argcount]
+    draw = partial(drawing.variant_inter, variant, data)
+    yield Problem(f"{variant}.inter", inter, draw, data, (), traits, "B T HV K V", ("o", "S"))
 
 
 def softmax_problems():
-    data = ("q", "k", "v")
-    traits = {"time", "causal", "heads", "widths", "state", "packed", "large", "scale", "mask"}
-    names = ("o", "cache of keys", "cache of values")
-    reference = partial(without_chunk_size, softmax.recurrent)
-    for form in FORMS:
-        more = {"chunk_size"} if form in ("chunkwise", "fused") else set()
-        yield Problem(f"softmax.{form}", reference, draw_softmax, data, data, frozenset(traits | more), results=names)
-    yield Problem(
-        "softmax.step", partial(by_position, softmax.step), draw_softmax_step, (*data, "state"), traits=frozenset({"heads", "widths", "large", "scale"}), letters="B H HV K V", results=names
-    )
-    yield Problem("softmax.merge", merge, draw_merge, ("a", "b"), traits=frozenset({"large"}), letters="T V", results=("m", "z", "o"))
+    data, letters = ("q", "k", "v"), "HQ:HV H K V"
+    traits, names = {"heads", "widths", "large", "scale"}, ("o", "cache of keys", "cache of values")
+    whole = traits | {"time", "causal", "mask", "state", "packed"}
+    yield from forms(softmax, drawing.softmax, data, data, whole, results=names, letters=f"B T {letters}")
+    yield step(softmax, drawing.softmax_step, (*data, "state"), traits, results=names, letters=f"B {letters}")
+    yield Problem("softmax.merge", merge, drawing.merge, ("a", "b"), (), frozenset({"large"}), "T V", ("m", "z", "o"))
 
 
-def draw_merge(setting, options):
-    """T queries over two blocks of keys, the second with the larger scores in half of the rows."""
-    s, draw = setting, torch.Generator().manual_seed(setting.seed)
-    blocks = []
-    for _ in "ab":
-        scores = 5 * s.size * torch.randn(s.T, 6, generator=draw, dtype=torch.float64, device="cpu").to(s.dtype)
-        v = torch.randn(6, s.V, generator=draw, dtype=torch.float64, device="cpu").to(s.dtype)
-        m = scores.amax(-1, keepdim=True)
-        p = (scores - m).exp()
-        blocks.append((m, p.sum(-1, keepdim=True), p @ v))
-    return dict(zip("ab", blocks))
+def mamba_problems():
+    data, letters, traits = ("u", "delta", "A", "B", "C"), "D:K N:V", {"widths", "g", "discretization", "skip"}
+    whole = traits | {"time", "causal", "state"}
+    time, names = ("u", "delta", "B", "C"), ("y", "final state")
+    yield from forms(mamba, drawing.mamba, data, time, whole, results=names, letters=f"B T {letters}")
+    yield step(mamba, drawing.mamba_step, (*data, "state"), traits, results=("y", "new state"), letters=f"B {letters}")
 
 
-def bidirectional_problem():
-    def draw(setting, options):
-        drawn = draw_sequence("linear", setting, options)
-        return {key: x for key, x in drawn.items() if key not in ("output_final_state", "chunk_size")}
+def convolution_problems():
+    data, letters, traits = ("x", "weight"), "D:K W:V", {"widths", "bias", "activation"}
+    whole = frozenset(traits | {"time", "causal", "state", "packed", "packed_state"})
+    names = ("y", "final state")
+    conv = short_conv.causal_conv
+    yield Problem("short_conv.causal_conv", conv, drawing.convolution, data, ("x",), whole, f"B T {letters}", names)
+    names, draw = ("y", "new state"), drawing.convolution_step
+    yield step(short_conv, draw, (*data, "state"), traits, results=names, letters=f"B {letters}")
 
-    traits = frozenset({"time", "heads", "widths", "feature_map", "normalize"})
-    return Problem("linear.bidirectional", linear.bidirectional, draw, ("q", "k", "v"), ("q", "k", "v"), traits, results=("o",))
+
+def function(name, reference, axes, traits="", result="result", draw=None):
+    """A function without state: its tensors with their axes."""
+    letters = [x for x in "B T H HV K V".split() if any(x in letters.split() for letters in axes.values())]
+    draw = draw or partial(drawing.plain, axes)
+    return Problem(name, reference, draw, tuple(axes), (), frozenset(traits.split()), " ".join(letters), (result,))
 
 
-def map_problems():
-    def draw(setting, options):
-        generator = torch.Generator().manual_seed(setting.seed)
-        shape = setting.B, setting.T, setting.H, setting.K
-        return {"x": setting.size * torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(setting.dtype)}
+def bidirectional(setting, options):
+    drawn = drawing.variant("linear", setting, options)
+    return {key: x for key, x in drawn.items() if key != "output_final_state"}
 
+
+def function_problems():
+    qkv = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
+    traits = "time heads widths feature_map normalize"
+    yield replace(function("linear.bidirectional", linear.bidirectional, qkv, traits, "o", bidirectional), over_time=("q", "k", "v"))
+    traits = "time causal heads widths scale g"
+    constant = function("decay.convolution", decay.convolution, qkv | {"g": "HV"}, traits, "o")
+    yield replace(constant, over_time=("q", "k", "v"))
+    kv = {"k": "B T H K", "v": "B T HV V"}
+    yield function("decay.prefix_states", decay.prefix_states, kv | {"g": "B T HV"}, "time heads widths g", "S")
     for name, phi in feature_maps.FEATURE_MAPS.items():
-        yield Problem(f"feature_maps.{name}", phi, draw, ("x",), traits=frozenset({"large"}), letters="B T H K", results=("phi(x)",))
+        yield function(f"feature_maps.{name}", phi, {"x": "B T H K"}, "large", "phi(x)")
+    head, channel = {"A_log": "HV", "dt_bias": "HV"}, {"A_log": "HV", "dt_bias": "HV K"}
+    yield function("gates.mamba2_decay", gates.mamba2_decay, {"x": "B T HV"} | head, "", "g")
+    yield function("gates.kda_decay", gates.kda_decay, {"x": "B T HV K"} | channel, "", "g")
+    yield function("gates.kda_bounded_decay", gates.kda_bounded_decay, {"x": "B T HV K"} | channel, "", "g")
+    yield function("gates.gla_decay", gates.gla_decay, {"x": "B T HV K"}, "large", "g")
+    yield function("gates.write_strength", gates.write_strength, {"x": "B T HV"}, "large", "beta")
+    yield function("algebra.l2norm", linattn_edu.l2norm, {"x": "B T H K"}, "large")
+    yield function("algebra.decay_matrix", algebra.decay_matrix, {"g": "B T"}, "time g", "D")
+    rows = {"q": "B T K", "k": "B T K", "g": "B T K"}
+    yield function("algebra.channel_scores", algebra.channel_scores, rows, "time g", "P")
+    yield function("algebra.scan", algebra.scan, {"a": "B T K", "x": "B T K"}, "time", "h")
+    yield function("algebra.solve_unit_lower", solve, {"A": "B T T", "X": "B T V"}, "time alike", "X", drawing.triangular)
 
 
 def problems():
     """All problems by name."""
-    found = [*softmax_problems(), bidirectional_problem(), *map_problems()]
+    found = [*softmax_problems(), *mamba_problems(), *convolution_problems(), *function_problems()]
     for variant in linattn_edu.VARIANTS:
         if variant != "softmax":
             found += variant_problems(variant)

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import traceback
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from linattn_edu.check.cases import is_floating, leaves, tree_map
 
 OPTIONAL = (
     *("initial_state", "output_final_state", "cu_seqlens", "chunk_size", "scale", "causal"),
-    *("feature_map", "normalize", "eps", "discretization", "D"),
+    *("feature_map", "normalize", "eps", "discretization", "D", "bias", "activation"),
 )
 
 
@@ -22,10 +23,11 @@ class Reader:
     """The function under test. `names` maps each argument of the problem that it takes to its own name for it.
 
     `returned` are the names of the results to look at, all if None; `seen` is filled with what theorems have seen of it.
+    Without `heads` the function is one of a single sequence and head: q [T, K], state [K, V].
     """
 
-    def __init__(self, problem, function, names=None, returned=None):
-        self.problem, self.function = problem, function
+    def __init__(self, problem, function, *, heads=True, names=None, returned=None):
+        self.problem, self.function, self.heads = problem, function, heads
         self.names = matched(problem, function) if names is None else names
         self.returned, self.seen = returned, {}
 
@@ -33,32 +35,47 @@ class Reader:
         return argument in self.names
 
     def like(self, function):
-        """Another function in the place of this one: called and read in the same way."""
-        names = {name: own for name, own in matched(self.problem, function).items() if name in self.names}
-        return Reader(self.problem, function, names, self.returned)
+        """The package's function, or a mutant of it, called and read in the same way."""
+        known = {*self.names, *self.problem.options, "output_final_state"}
+        names = {name: own for name, own in matched(self.problem, function).items() if name in known}
+        return Reader(self.problem, function, names=names, returned=self.returned)
 
     def __call__(self, arguments, copied=True):
         """The results by name: those of `problem.results` that the function returns."""
-        given = {self.names[key]: x for key, x in arguments.items() if key in self.names}
+        given = {key: x for key, x in arguments.items() if key in self.names}
         if copied:
             given = {key: tree_map(lambda y: y.clone() if isinstance(y, torch.Tensor) else y, x) for key, x in given.items()}
+        if not self.heads:
+            given = {key: tree_map(partial(self.one_head, key), x) for key, x in given.items()}
         dtype = next(y.dtype for x in arguments.values() for y in leaves(x) if is_floating(y))
         try:
             with default_dtype(dtype):
-                returned = self.function(**given)
+                returned = self.function(**{self.names[key]: x for key, x in given.items()})
         except Exception as error:
             raise Stop(in_words(error, self.function)) from None
         results = named_results(returned, self.problem.results)
+        if not self.heads:
+            results = {name: self.with_heads(name, x) for name, x in results.items()}
         return results if self.returned is None else {name: x for name, x in results.items() if name in self.returned}
+
+    def one_head(self, name, x):
+        """The only sequence and head of an argument."""
+        if not is_floating(x):
+            return x
+        return x[0, :, 0] if name in self.problem.over_time else x[0, 0]
+
+    def with_heads(self, name, x):
+        """A result with the axes of one sequence and one head."""
+        return x[None, :, None] if name == self.problem.results[0] and self.problem.over_time else x[None, None]
 
 
 def matched(problem, function):
     """Which argument of the problem goes to which parameter: by name, else the data in order."""
     parameters = signature(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return {name: name for name in (*problem.data, *OPTIONAL)}
+        return {name: name for name in (*problem.data, *OPTIONAL, *problem.options)}
     names = {}
-    for name in (*problem.data, *OPTIONAL):
+    for name in (*problem.data, *OPTIONAL, *problem.options):
         for alias in (name, f"{name}_t", "state" if name == "initial_state" else name):
             if alias in parameters and alias not in names.values():
                 names.setdefault(name, alias)
@@ -113,4 +130,4 @@ def in_words(error, function):
     frames = traceback.extract_tb(error.__traceback__)
     here = [frame.line for frame in frames if own is not None and frame.filename == own.co_filename and frame.line]
     said = (str(error).splitlines() or [""])[0]
-    return f"raises {type(error).__name__}: {said}" + (f", at `{here[-1]}`" if here else "")
+    return f"raises {type(error).__name__}: {said}" + (f", at `{here[-1].partition('#')[0].strip()}`" if here else "")

@@ -24,7 +24,7 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Theorem:
-    """`inputs` are the fields in which the settings to try differ from the base one.
+    """`key` is its short name; `inputs` are the fields in which the settings to try differ from the base one.
 
     `needs` are traits of the problem, without which the theorem says nothing; `takes` are arguments of the function,
     without which it cannot be tested, as without a returned state if `resumes`.
@@ -166,32 +166,36 @@ def named_tensors(arguments):
 
 
 PACKED = (0, 1, 19, 0, 12)
-MAPS = tuple({"options": (("feature_map", phi), ("normalize", False))} for phi in ("identity", "relu2", "softmax"))
+
+
+def option(**values):
+    return {"options": tuple(values.items())}
+
+
+MAPS = tuple(option(feature_map=phi, normalize=False) for phi in ("identity", "relu2", "softmax"))
+SHUT = {"regime": "very strong"}
 
 THEOREMS = (
     Theorem("shapes", "It returns the right shapes, in the dtype of its inputs", shapes, ({}, {"dtype": torch.float32})),
     Theorem("value", "Its result is that of the definition", output),
-    Theorem("single", "So it is in float32", all_results, ({"dtype": torch.float32},)),
-    Theorem("one", "One token is enough", all_results, ({"T": 1},), "time"),
+    Theorem("float32", "So it is in float32", all_results, ({"dtype": torch.float32},)),
+    Theorem("one token", "One token is enough", all_results, ({"T": 1},), "time"),
     Theorem("ragged", "Any number of tokens will do", all_results, ({"T": 37}, {"T": 70}), "time"),
     Theorem("widths", "Keys and values may differ in width", all_results, ({"K": 3, "V": 5}, {"K": 5, "V": 3}), "widths"),
     Theorem("groups", "Heads that come in groups read the head of their group", all_results, ({"HV": 6},), "heads"),
-    Theorem("strong", "Strong gates (g from -8 to -2)", all_results, ({"regime": "strong"},), "g"),
-    Theorem("open", "Open gates (g = 0): nothing is forgotten", all_results, ({"regime": "zero"},), "g"),
-    Theorem("shut", "Very strong gates (g = -1000): finite, and right", all_results, ({"regime": "very strong"},), "g"),
-    Theorem("reflect", "Write strengths up to 2", all_results, ({"beta_max": 2.0},), "beta"),
-    Theorem("large", "Inputs in the thousands", all_results, ({"size": 1000.0},), "large"),
-    Theorem("final state", "The final state is that of the definition", final_state, ({},), "state", "", True),
+    Theorem("strong gates", "Strong gates: most is forgotten at every token", all_results, ({"regime": "strong"},), "g"),
+    Theorem("open gates", "Open gates: nothing is forgotten", all_results, ({"regime": "zero"},), "g"),
+    Theorem("very strong gates", "Very strong gates, e^-1000: finite, and right", all_results, (SHUT,), "g"),
+    Theorem("strong writes", "Write strengths up to 2", all_results, ({"beta_max": 2.0},), "beta"),
+    Theorem("alike keys", "Keys that are nearly alike", all_results, ({"regime": "alike", "T": 64},), "alike"),
+    Theorem("large inputs", "Inputs in the thousands", all_results, ({"size": 1000.0},), "large"),
+    Theorem("final state", "The final state is that of the definition", final_state, needs="state", returns_state=True),
     Theorem("initial state", "It goes on from `initial_state`", all_results, ({"state": True},), "state", "initial_state"),
+    Theorem("resume", "Cut and resumed, it gives one pass", resumed, ({"T": 12},), "state causal", "initial_state", True),
+    Theorem("no tokens", "No tokens leave the state as it is", all_results, ({"T": 0, "state": True},), "state", "initial_state"),
+    Theorem("causal", "No output reads a later token", no_later_token, needs="causal"),
     Theorem(
-        "resume", "Cut anywhere and resumed, it gives one pass", resumed, ({"T": 12},), "state", "initial_state", True
-    ),
-    Theorem(
-        "nothing", "No tokens leave the state as it is", all_results, ({"T": 0, "state": True},), "state", "initial_state"
-    ),
-    Theorem("causal", "No output reads a later token", no_later_token, ({},), "causal"),
-    Theorem(
-        "chunks",
+        "chunk size",
         "Any chunk size gives the same result",
         all_results,
         tuple({"chunk_size": C} for C in (1, 5, 16, 64)),
@@ -207,16 +211,16 @@ THEOREMS = (
         "packed_state",
         "cu_seqlens initial_state",
     ),
-    Theorem(
-        "options", "Other feature maps, and no normaliser", all_results, MAPS, "feature_map normalize", "feature_map normalize"
-    ),
-    Theorem("scale", "`scale` is a factor", all_results, ({"options": (("scale", 0.3),)},), "scale", "scale"),
-    Theorem("mask", "Without the mask every token is seen", all_results, ({"options": (("causal", False),)},), "mask", "causal"),
+    Theorem("feature maps", "Other feature maps, no normaliser", all_results, MAPS, "feature_map", "feature_map normalize"),
+    Theorem("scale", "`scale` is a factor", all_results, (option(scale=0.3),), "scale", "scale"),
+    Theorem("no mask", "Without the mask every token is seen", all_results, (option(causal=False),), "mask", "causal"),
+    Theorem("zoh", "The zero-order hold", all_results, (option(discretization="zoh"),), "discretization", "discretization"),
+    Theorem("skip", "`D` leads past the state", all_results, (option(D="given"),), "skip", "D"),
+    Theorem("bias", "`bias` is added", all_results, (option(bias="given"),), "bias", "bias"),
+    Theorem("activation", "SiLU comes last", all_results, (option(activation="silu"),), "activation", "activation"),
     Theorem("gradients", "Its gradients are those of the definition", gradients),
     Theorem("large gradients", "So they are for inputs in the thousands", gradients, ({"size": 1000.0},), "large"),
-    Theorem("shut gradients", "So they are with g = -1000", gradients, ({"regime": "very strong"},), "g"),
-    Theorem(
-        "state gradient", "The gradient reaches `initial_state`", gradients, ({"state": True},), "state", "initial_state"
-    ),
+    Theorem("very strong gradients", "So they are with very strong gates", gradients, (SHUT,), "g"),
+    Theorem("state gradient", "The gradient reaches `initial_state`", gradients, ({"state": True},), "state", "initial_state"),
     Theorem("unchanged", "It leaves its inputs as they are", unchanged, ({"state": True},)),
 )
