@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def plain_docstring(app, what, name, obj, options, lines):
         if re.search(r"^(\s|>>>)", block, re.MULTILINE):
             if not verbatim:
                 rst += [".. code-block:: none", "   :class: docstring", ""]
-            rst += [*("   " + line for line in block.split("\n")), ""]
+            rst += [*("   " + line for line in textwrap.dedent(block).split("\n")), ""]
             verbatim = True
         else:
             rst += [re.sub(r"(`+)(.+?)\1|([\\*_|])", prose, block.replace("\n", " ")), ""]
