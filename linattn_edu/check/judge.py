@@ -106,11 +106,11 @@ def judge(name, function, options, skip=(), heads=True):
 
 
 def returned(run, base):
-    """The names of the results that a function returns."""
+    """The names of the results that a function returns, in order: a set would make reports differ from run to run."""
     try:
-        return set(run(run.problem.arguments(base)))
+        return tuple(run(run.problem.arguments(base)))
     except Stop:
-        return set(run.problem.results)
+        return tuple(run.problem.results)
 
 
 def ask(theorem, run, base, report, skip):
