@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linattn_edu.check import answers, check, check_answer
-from linattn_edu.check.mutants import located
+from linattn_edu.check.copies import located
 from linattn_edu.check.problems import problems
 from linattn_edu.feature_maps import elu1
 
@@ -26,11 +26,11 @@ def test_no_theorem_fails_on_the_package(name):
     assert report and report.held and not report.not_tested, str(report)
 
 
-def naive(q, k, v):
+def naive(q, k, v, phi=elu1):
     """A first exercise: normalised, without state or options."""
     S, z, outputs = torch.zeros(q.shape[0], *v.shape[2:], q.shape[-1]), 0, []
     for t in range(q.shape[1]):
-        q_t, k_t = elu1(q[:, t]), elu1(k[:, t])
+        q_t, k_t = elu1(q[:, t]), phi(k[:, t])
         S, z = S + v[:, t][..., None] * k_t[..., None, :], z + k_t
         outputs.append((S @ q_t[..., None])[..., 0] / ((z * q_t).sum(-1, keepdim=True) + 1e-6))
     return torch.stack(outputs, 1)
@@ -70,7 +70,7 @@ def test_an_exception_is_told_in_words():
 
     report = check("linear.recurrent", broken, quiet=True)
     assert [failure.theorem.key for failure in report.failures] == ["shapes"]
-    assert "your function raises " in str(report) and "at `q_t, k_t = elu1(q[:, t]), elu1(k[:, t])`" in str(report)
+    assert "your function raises " in str(report) and "at `q_t, k_t = elu1(q[:, t]), phi(k[:, t])`" in str(report)
 
 
 def test_a_missing_gradient_is_told_in_words():
@@ -118,3 +118,136 @@ def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
         assert words in said
     with pytest.raises(ValueError, match="`name`: got 'b', expected one of a.bytes, a.ratio, a.word"):
         check_answer("b", 1)
+
+
+def one_head(write):
+    """A reader's plain loop over one head: `write(S, k, v, ...)` gives the new state [K, V]."""
+
+    def gated(q, k, v, g, beta):
+        return loop(q, k, v, g, beta)
+
+    def decayed(q, k, v, g):
+        return loop(q, k, v, g)
+
+    def delta(q, k, v, beta):
+        return loop(q, k, v, beta)
+
+    def loop(q, k, v, *gates):
+        S, outputs = torch.zeros(k.shape[-1], v.shape[-1]), []
+        for t in range(len(q)):
+            S = write(S, k[t], v[t], *(gate[t] for gate in gates))
+            outputs.append(S.T @ q[t] / q.shape[-1] ** 0.5)
+        return torch.stack(outputs), S
+
+    return [decayed, delta, gated]
+
+
+RULES = {
+    ("decay.recurrent", ""): lambda S, k, v, g: g.exp() * S + torch.outer(k, v),
+    ("gla.recurrent", ""): lambda S, k, v, g: g.exp()[:, None] * S + torch.outer(k, v),
+    ("deltanet.recurrent", ""): lambda S, k, v, b: S + b * torch.outer(k, v - S.T @ k),
+    ("gated_deltanet.recurrent", ""): lambda S, k, v, g, b: g.exp() * (S - b * torch.outer(k, S.T @ k)) + b * torch.outer(k, v),
+    ("kda.recurrent", ""): lambda S, k, v, g, b: delta_rule(g.exp()[:, None] * S, k, v, b),
+    ("decay.recurrent", "multiplies the state by g instead of exp(g)"): lambda S, k, v, g: g * S + torch.outer(k, v),
+    ("decay.recurrent", "decays the token's own write too"): lambda S, k, v, g: g.exp() * (S + torch.outer(k, v)),
+    ("gla.recurrent", "decays the value channels (columns of the state) instead of the key channels"): lambda S, k, v, g: (
+        g.exp() * S + torch.outer(k, v)
+    ),
+    ("deltanet.recurrent", "erases nothing before it writes"): lambda S, k, v, b: S + b * torch.outer(k, v),
+    ("deltanet.recurrent", "has beta on the erasure but not on the write"): lambda S, k, v, b: (
+        S - b * torch.outer(k, S.T @ k) + torch.outer(k, v)
+    ),
+    ("gated_deltanet.recurrent", "takes out what the state answered before it decayed"): lambda S, k, v, g, b: (
+        g.exp() * S + b * torch.outer(k, v - S.T @ k)
+    ),
+    ("kda.recurrent", "gives all key channels the same, mean gate: Gated DeltaNet"): lambda S, k, v, g, b: (
+        delta_rule(g.mean().exp() * S, k, v, b)
+    ),
+}
+
+
+def delta_rule(S, k, v, beta):
+    return S + beta * torch.outer(k, v - S.T @ k)
+
+
+@pytest.mark.parametrize("name, slip", RULES)
+def test_plain_code_of_one_head_is_judged_and_its_slip_named(name, slip):
+    decayed, delta, gated = one_head(RULES[name, slip])
+    function = {"deltanet": delta, "gated_deltanet": gated, "kda": gated}.get(name.partition(".")[0], decayed)
+    report = check(name, function, heads=False, quiet=True)
+    assert bool(report) == (not slip) and report.slip == slip, str(report)
+    if slip:
+        assert report.failures[0].input.startswith("T = ") and "H = " not in report.failures[0].input
+
+
+def softmax_weights(scores):
+    return (scores - scores.amax(-1, keepdim=True)).exp()
+
+
+def attention(q, k, v, mask=lambda s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf), repeat=None):
+    group = q.shape[2] // k.shape[2]
+    k, v = ((repeat or (lambda x: x.repeat_interleave(group, 2)))(x) for x in (k, v))
+    weights = softmax_weights(mask(torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5))
+    return torch.einsum("bhts,bshv->bthv", weights / weights.sum(-1, keepdim=True), v)
+
+
+def blockwise(q, k, v, rescale=True):
+    """A reader's online softmax, over blocks of 8 keys."""
+    if q.shape[2] > k.shape[2]:
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    T, K = q.shape[1], q.shape[3]
+    m, z, o = torch.full((*q.shape[:3], 1), -torch.inf), 0, 0
+    for start in range(0, T, 8):
+        s = torch.einsum("bthk,bshk->bths", q, k[:, start : start + 8]) / K**0.5
+        hidden = torch.arange(T)[:, None] < torch.arange(start, start + s.shape[-1])
+        s = s.masked_fill(hidden[:, None], -torch.inf)
+        new = torch.maximum(m, s.amax(-1, keepdim=True))
+        p, shrink, m = (s - new).exp(), (m - new).exp(), new
+        z = shrink * z + p.sum(-1, keepdim=True)
+        o = (shrink if rescale else 1) * o + torch.einsum("bths,bshv->bthv", p, v[:, start : start + 8])
+    return o / z
+
+
+@pytest.mark.parametrize(
+    "name, function, slip",
+    [
+        ("softmax.parallel", attention, ""),
+        ("softmax.online", blockwise, ""),
+        ("softmax.online", lambda q, k, v: blockwise(q, k, v, False), "does not rescale the running output when the maximum grows"),
+        (
+            "softmax.parallel",
+            lambda q, k, v: attention(q, k, v, mask=lambda s: s * torch.ones(s.shape[-2:]).tril()),
+            "masks the scores with 0, whose exponential is 1, instead of -inf",
+        ),
+        ("softmax.parallel", lambda q, k, v: attention(q, k, v, mask=lambda s: s), "has no causal mask"),
+        (
+            "softmax.parallel",
+            lambda q, k, v: attention(q, k, v, repeat=lambda x: x.repeat(1, 1, q.shape[2] // k.shape[2], 1)),
+            "tiles the heads (0 1 0 1) instead of repeating each (0 0 1 1)",
+        ),
+        ("linear.recurrent", lambda q, k, v: naive(q, k, v, phi=lambda x: x), "applies the feature map to q but not to k"),
+        ("feature_maps.elu1", lambda x: torch.nn.functional.elu(x), "leaves out the + 1"),
+    ],
+)
+def test_a_slip_in_plain_code_is_named(name, function, slip):
+    report = check(name, function, quiet=True)
+    assert bool(report) == (not slip) and report.slip == slip, str(report)
+
+
+def test_options_go_to_the_reference_and_need_no_argument():
+    plain = {"feature_map": "identity", "normalize": False}
+
+    def additive(q, k, v):
+        return torch.einsum("bhts,bshv->bthv", (torch.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5).tril(), v)
+
+    assert check("linear.parallel", additive, quiet=True, **plain)
+    assert not check("linear.parallel", additive, quiet=True)
+    unscaled = check("linear.parallel", lambda q, k, v: additive(q, k, v) * q.shape[-1] ** 0.5, quiet=True, **plain)
+    assert unscaled.slip == "leaves out the scale K ** -0.5"
+    assert check("linear.parallel", lambda q, k, v: additive(q, k, v) * q.shape[-1] ** 0.5, quiet=True, scale=1, **plain)
+    assert check("softmax.parallel", lambda q, k, v: attention(q, k, v, mask=lambda s: s), quiet=True, causal=False)
+
+
+def test_theorems_can_be_left_out():
+    report = check("linear.recurrent", naive, quiet=True, skip=("widths",))
+    assert report and [t.key for t, why in report.not_tested.items() if why == "the exercise does not ask for it"] == ["widths"]

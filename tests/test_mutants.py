@@ -8,7 +8,8 @@ from torch.nn.functional import logsigmoid
 
 import linattn_edu
 from linattn_edu.check import check
-from linattn_edu.check.mutants import MUTANTS, Copy, Mutant, copy_of, source
+from linattn_edu.check.copies import Copy, source
+from linattn_edu.check.mutants import MUTANTS, Mutant, copy_of
 from linattn_edu.check.problems import problems
 
 
@@ -28,11 +29,11 @@ def test_every_slip_fits_one_place():
     for mutant in MUTANTS:
         assert mutant.source() != source(mutant.module)
     with pytest.raises(ValueError, match="linear.inter: 'S' occurs 3 times, expected once"):
-        Mutant("linear", "inter", "S", "s", "", "").source()
+        Mutant("linear", "inter", "linear.inter", "S", "s", "").source()
 
 
 def test_every_variant_has_slips():
-    assert {mutant.module for mutant in MUTANTS} >= set(linattn_edu.VARIANTS)
+    assert {mutant.module for mutant in MUTANTS} >= {*linattn_edu.VARIANTS, "mamba", "short_conv", "gates"}
 
 
 def test_a_copy_without_a_slip_passes_in_short_segments():
