@@ -8,6 +8,15 @@ hold the transposed state, [V, K], so that their products of matrices run the ot
 
 One step of gradient descent on |S^T k_t - v_t|^2 / 2 with step size beta_t. For |k_t| = 1 the transition has the
 eigenvalue 1 - beta_t along k_t and 1 across it: beta_t = 1 overwrites, beta_t = 2 reflects, beyond 2 the state grows.
+
+A block of C tokens writes K^T V' into its incoming state S, where row i of V' leaves out what S and the earlier rows
+answer to k_i:
+
+    v'_i = beta_i (v_i - S^T k_i - sum_{j<i} (k_i^T k_j) v'_j)
+
+These are C equations, (I + A) V' = Diag(beta) (V - K S), with A strictly lower triangular. The right side is linear in
+S, so that one solve serves every state: V' = U - W S. The paper calls W and U the WY representation of the block, and
+(I + A)^{-1} Diag(beta) its UT transform.
 """
 
 from linattn_edu.algebra import outer, read, solve_unit_lower
@@ -20,24 +29,15 @@ def update(q, k, v, beta, S):
     return read(S, q), S
 
 
-def ut_transform(scores, beta, k, v):
-    """W and U of a block: W = T K, U = T V with T = (I + A)^{-1} Diag(beta), A = Diag(beta) tril(scores, -1).
-
-    Row i of scores = K K^T says how strongly key i reads what the earlier keys have written. From the state S the
-    block writes K^T V' with V'_i = beta_i (v_i - S^T k_i - sum_{j<i} (k_i^T k_j) V'_j), that is (I + A) V' =
-    Diag(beta) (V - K S), so V' = U - W S: one triangular system for all states.
-    """
-    beta = beta[..., None]
-    return solve_unit_lower(beta * scores, beta * k, beta * v)
-
-
 def intra(q, k, v, beta):
     """In a block that starts from the state S, with the causal mask M (diagonal included):
 
-    A = Diag(beta) tril(K K^T, -1),   (I + A) W = Diag(beta) K,   (I + A) U = Diag(beta) V,
+    A = tril(Diag(beta) K K^T, -1),   (I + A) W = Diag(beta) K,   (I + A) U = Diag(beta) V,
     V' = U - W S,   O = Q S + (Q K^T * M) V',   S' = S + K^T V'.
     """
-    W, U = ut_transform(k @ k.mT, beta, k, v)
+    beta = beta[..., None]
+    k_beta = beta * k
+    W, U = solve_unit_lower(k_beta @ k.mT, k_beta, beta * v)
     return q, (q @ k.mT).tril(), k, W, U
 
 

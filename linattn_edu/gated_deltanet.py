@@ -8,8 +8,7 @@ read: what is taken out is what the decayed state answers, alpha_t S_{t-1}^T k_t
 """
 
 from linattn_edu import deltanet
-from linattn_edu.algebra import decay_matrix, since_start, to_end
-from linattn_edu.deltanet import ut_transform
+from linattn_edu.algebra import decay_matrix, since_start, solve_unit_lower, to_end
 from linattn_edu.forms import Operator
 
 
@@ -21,12 +20,14 @@ def update(q, k, v, g, beta, S):
 def intra(q, k, v, g, beta):
     """DeltaNet's block, where D_ij = exp(g_{j+1} + ... + g_i) for i >= j, else 0, decays what token j has written:
 
-    A = Diag(beta) tril(K K^T * D, -1),   (I + A) W = Diag(beta since_start) K,   (I + A) U = Diag(beta) V,
+    A = tril(Diag(beta) K K^T * D, -1),   (I + A) W = Diag(since_start beta) K,   (I + A) U = Diag(beta) V,
     V' = U - W S,   O = Diag(since_start) Q S + (Q K^T * D) V',   S' = decay S + (Diag(to_end) K)^T V',
     since_start_i = exp(g_1 + ... + g_i),   to_end_i = exp(g_{i+1} + ... + g_C),   decay = since_start_C.
     """
     start, end, D = since_start(g[..., None]), to_end(g[..., None]), decay_matrix(g)
-    W, U = ut_transform(k @ k.mT * D, beta, start * k, v)
+    beta = beta[..., None]
+    k_beta = beta * k
+    W, U = solve_unit_lower(k_beta @ k.mT * D, start * k_beta, beta * v)
     return start * q, q @ k.mT * D, end * k, W, U, start[..., -1:, :]
 
 

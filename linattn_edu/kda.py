@@ -10,8 +10,7 @@ that the decay comes first is part of the definition.
 import torch
 
 from linattn_edu import deltanet
-from linattn_edu.algebra import channel_scores, since_start, to_end
-from linattn_edu.deltanet import ut_transform
+from linattn_edu.algebra import channel_scores, since_start, solve_unit_lower, to_end
 from linattn_edu.forms import Operator
 from linattn_edu.gated_deltanet import inter
 
@@ -25,15 +24,17 @@ def intra(q, k, v, g, beta):
     """Gated DeltaNet's block, where each channel c of q and k decays by itself, g [C, K]:
 
     P(X)_ij = sum_c X_ic K_jc exp(g_{j+1,c} + ... + g_ic) for i >= j, else 0,
-    A = Diag(beta) tril(P(K), -1),   (I + A) W = Diag(beta) (since_start * K),   (I + A) U = Diag(beta) V,
+    A = tril(P(Diag(beta) K), -1),   (I + A) W = since_start * Diag(beta) K,   (I + A) U = Diag(beta) V,
     V' = U - W S,   O = (since_start * Q) S + P(Q) V',   S' = Diag(decay) S + (to_end * K)^T V'.
 
     The paper's eqs. 6-9 write P(K) as (Gamma * K) (K / Gamma)^T with Gamma = since_start, whose second factor overflows
     in float32 once the block has decayed by e^-88. `channel_scores` never forms it.
     """
     start, end = since_start(g), to_end(g)
-    q_scores, k_scores = channel_scores(torch.stack([q, k]), k, g)
-    W, U = ut_transform(k_scores, beta, start * k, v)
+    beta = beta[..., None]
+    k_beta = beta * k
+    q_scores, A = channel_scores(torch.stack([q, k_beta]), k, g)
+    W, U = solve_unit_lower(A, start * k_beta, beta * v)
     return start * q, q_scores, end * k, W, U, start[..., -1:, :].mT
 
 

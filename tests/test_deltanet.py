@@ -119,7 +119,7 @@ def test_a_product_of_householder_factors_is_the_identity_minus_rank_C():
     for k_i, v_i, beta_i in zip(k, v, beta):
         factor = identity - beta_i * outer(k_i, k_i)
         product, written = factor @ product, factor @ written + beta_i * outer(k_i, v_i)
-    W, U = deltanet.ut_transform(k @ k.mT, beta, k, v)
+    *_, W, U = deltanet.intra(k, k, v, beta)
     torch.testing.assert_close(identity - k.mT @ W, product, **TIGHT)
     torch.testing.assert_close(k.mT @ U, written, **TIGHT)
 
@@ -127,7 +127,7 @@ def test_a_product_of_householder_factors_is_the_identity_minus_rank_C():
 def test_rows_of_W_and_U_follow_the_recurrence_of_the_paper():
     """w_r = beta_r (k_r - sum_{i<r} (k_r^T k_i) w_i), and u_r with v: Yang et al. 2024, section 3."""
     k, v, beta = unit_keys(12, 5), normal(12, 7, seed=1), torch.rand(12, dtype=torch.float64)
-    W, U = deltanet.ut_transform(k @ k.mT, beta, k, v)
+    *_, W, U = deltanet.intra(k, k, v, beta)
     for r in range(12):
         for rows, x in ((W, k), (U, v)):
             expected = beta[r] * (x[r] - sum((k[r] @ k[i]) * rows[i] for i in range(r)))

@@ -6,8 +6,7 @@ from operators import inputs
 from torch.nn.functional import normalize
 
 from linattn_edu import decay, deltanet, gated_deltanet
-from linattn_edu.algebra import outer, read
-from linattn_edu.deltanet import ut_transform
+from linattn_edu.algebra import outer, read, solve_unit_lower
 
 TIGHT = dict(rtol=0, atol=1e-12)
 FORMS = ["recurrent", "parallel", "chunkwise", "fused"]
@@ -98,11 +97,13 @@ def test_W_in_two_right_ways_and_a_wrong_one(regime):
     """T_gated Diag(gamma) K = Diag(gamma) T K, T free of the gate; T_gated K does not know how far S has decayed."""
     a = inputs("gated_deltanet", regime, B=1, T=32, H=1, HV=1)
     k, v, g, beta = (a[name][0, :, 0] for name in ("k", "v", "g", "beta"))
-    G = g.cumsum(0)
+    G, k_beta = g.cumsum(0), beta[:, None] * k
     gamma, D = G.exp()[:, None], (G[:, None] - G).tril().exp()
-    W = ut_transform(k @ k.mT * D, beta, gamma * k, v)[0]
-    torch.testing.assert_close(W, gamma * ut_transform(k @ k.mT, beta, k, v)[0], **TIGHT)
-    wrong = ut_transform(k @ k.mT * D, beta, k, v)[0]
+    (W,) = solve_unit_lower(k_beta @ k.mT * D, gamma * k_beta)
+    (ungated,) = solve_unit_lower(k_beta @ k.mT, k_beta)
+    torch.testing.assert_close(W, gamma * ungated, **TIGHT)
+    torch.testing.assert_close(W, gated_deltanet.intra(k, k, v, g, beta)[3], **TIGHT)
+    (wrong,) = solve_unit_lower(k_beta @ k.mT * D, k_beta)
     assert (relative_rms(wrong, W) > 0.05) == (regime != "zero")
 
 
