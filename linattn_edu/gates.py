@@ -47,7 +47,7 @@ def kda_decay(x, A_log, dt_bias):
     Args:
         x: [B, T, HV, K], or [B, HV, K] for one token.
         A_log: [HV].
-        dt_bias: [HV, K].
+        dt_bias: [HV, K]; in checkpoints of FLA flat, [HV * K].
 
     Returns:
         g in the shape of x.
