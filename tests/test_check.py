@@ -146,13 +146,16 @@ RULES = {
     ("decay.recurrent", ""): lambda S, k, v, g: g.exp() * S + torch.outer(k, v),
     ("gla.recurrent", ""): lambda S, k, v, g: g.exp()[:, None] * S + torch.outer(k, v),
     ("deltanet.recurrent", ""): lambda S, k, v, b: S + b * torch.outer(k, v - S.T @ k),
-    ("gated_deltanet.recurrent", ""): lambda S, k, v, g, b: g.exp() * (S - b * torch.outer(k, S.T @ k)) + b * torch.outer(k, v),
+    ("gated_deltanet.recurrent", ""): lambda S, k, v, g, b: (
+        g.exp() * (S - b * torch.outer(k, S.T @ k)) + b * torch.outer(k, v)
+    ),
     ("kda.recurrent", ""): lambda S, k, v, g, b: delta_rule(g.exp()[:, None] * S, k, v, b),
     ("decay.recurrent", "multiplies the state by g instead of exp(g)"): lambda S, k, v, g: g * S + torch.outer(k, v),
     ("decay.recurrent", "decays the token's own write too"): lambda S, k, v, g: g.exp() * (S + torch.outer(k, v)),
-    ("gla.recurrent", "decays the value channels (columns of the state) instead of the key channels"): lambda S, k, v, g: (
-        g.exp() * S + torch.outer(k, v)
-    ),
+    (
+        "gla.recurrent",
+        "decays the value channels (columns of the state) instead of the key channels",
+    ): lambda S, k, v, g: g.exp() * S + torch.outer(k, v),
     ("deltanet.recurrent", "erases nothing before it writes"): lambda S, k, v, b: S + b * torch.outer(k, v),
     ("deltanet.recurrent", "has beta on the erasure but not on the write"): lambda S, k, v, b: (
         S - b * torch.outer(k, S.T @ k) + torch.outer(k, v)
@@ -160,8 +163,8 @@ RULES = {
     ("gated_deltanet.recurrent", "takes out what the state answered before it decayed"): lambda S, k, v, g, b: (
         g.exp() * S + b * torch.outer(k, v - S.T @ k)
     ),
-    ("kda.recurrent", "gives all key channels the same, mean gate: Gated DeltaNet"): lambda S, k, v, g, b: (
-        delta_rule(g.mean().exp() * S, k, v, b)
+    ("kda.recurrent", "gives all key channels the same, mean gate: Gated DeltaNet"): lambda S, k, v, g, b: delta_rule(
+        g.mean().exp() * S, k, v, b
     ),
 }
 
@@ -213,7 +216,11 @@ def blockwise(q, k, v, rescale=True):
     [
         ("softmax.parallel", attention, ""),
         ("softmax.online", blockwise, ""),
-        ("softmax.online", lambda q, k, v: blockwise(q, k, v, False), "does not rescale the running output when the maximum grows"),
+        (
+            "softmax.online",
+            lambda q, k, v: blockwise(q, k, v, False),
+            "does not rescale the running output when the maximum grows",
+        ),
         (
             "softmax.parallel",
             lambda q, k, v: attention(q, k, v, mask=lambda s: s * torch.ones(s.shape[-2:]).tril()),
@@ -225,7 +232,11 @@ def blockwise(q, k, v, rescale=True):
             lambda q, k, v: attention(q, k, v, repeat=lambda x: x.repeat(1, 1, q.shape[2] // k.shape[2], 1)),
             "tiles the heads (0 1 0 1) instead of repeating each (0 0 1 1)",
         ),
-        ("linear.recurrent", lambda q, k, v: naive(q, k, v, phi=lambda x: x), "applies the feature map to q but not to k"),
+        (
+            "linear.recurrent",
+            lambda q, k, v: naive(q, k, v, phi=lambda x: x),
+            "applies the feature map to q but not to k",
+        ),
         ("feature_maps.elu1", lambda x: torch.nn.functional.elu(x), "leaves out the + 1"),
     ],
 )
@@ -244,10 +255,60 @@ def test_options_go_to_the_reference_and_need_no_argument():
     assert not check("linear.parallel", additive, quiet=True)
     unscaled = check("linear.parallel", lambda q, k, v: additive(q, k, v) * q.shape[-1] ** 0.5, quiet=True, **plain)
     assert unscaled.slip == "leaves out the scale K ** -0.5"
-    assert check("linear.parallel", lambda q, k, v: additive(q, k, v) * q.shape[-1] ** 0.5, quiet=True, scale=1, **plain)
+    assert check(
+        "linear.parallel", lambda q, k, v: additive(q, k, v) * q.shape[-1] ** 0.5, quiet=True, scale=1, **plain
+    )
     assert check("softmax.parallel", lambda q, k, v: attention(q, k, v, mask=lambda s: s), quiet=True, causal=False)
 
 
 def test_theorems_can_be_left_out():
     report = check("linear.recurrent", naive, quiet=True, skip=("widths",))
-    assert report and [t.key for t, why in report.not_tested.items() if why == "the exercise does not ask for it"] == ["widths"]
+    assert report and [t.key for t, why in report.not_tested.items() if why == "the exercise does not ask for it"] == [
+        "widths"
+    ]
+
+
+def test_one_head_may_have_a_state():
+    def recurrent(q, k, v, g, initial_state=None):
+        S, outputs = torch.zeros(k.shape[1], v.shape[1]) if initial_state is None else initial_state, [v[:0]]
+        for t in range(len(q)):
+            S = g[t].exp()[:, None] * S + torch.outer(k[t], v[t])
+            outputs.append(q[t : t + 1] @ S / q.shape[1] ** 0.5)
+        return torch.cat(outputs), S
+
+    def step(q, k, v, state):
+        K, V = torch.cat([state[0], k[None]]), torch.cat([state[1], v[None]])
+        return (q @ K.T / len(q) ** 0.5).softmax(0) @ V, (K, V)
+
+    for name, function in (("gla.recurrent", recurrent), ("softmax.step", step)):
+        report = check(name, function, heads=False, quiet=True)
+        assert report and {theorem.key for theorem in report.not_tested} <= {"scale"}, str(report)
+    with pytest.raises(ValueError, match="`heads`: got False for mamba.step, expected a form of a variant"):
+        check("mamba.step", step, heads=False)
+
+
+def test_the_report_reads_as_in_the_book(capsys):
+    def forgot_the_map(q, k, v):
+        return naive(q, k, v, phi=lambda x: x)
+
+    assert not check("linear.recurrent", forgot_the_map, hints=False, skip=("groups",))
+    assert capsys.readouterr().out.splitlines() == [
+        "linear.recurrent: 3 of 9 theorems hold for `forgot_the_map`",
+        "✓ It returns the right shapes, in the dtype of its inputs",
+        "✓ No output reads a later token",
+        "✓ It leaves its inputs as they are",
+        "✗ Its result is that of the definition",
+        "    `o` is -0.974 at [0, 1, 0, 0], expected -1.38 (largest deviation 4.0e-01)",
+        "    on the input B = 1, T = 2, H = 1, HV = 1, K = 1, V = 1",
+        "✗ In float32 it is the same",
+        "✗ One token is enough",
+        "✗ Any number of tokens will do",
+        "✗ Keys and values may differ in width",
+        "✗ Its gradients are those of the definition",
+        "- not tested, since the exercise does not ask for it: groups",
+        "- not tested, since your function returns no state: final state",
+        "- not tested, since your function has no argument `initial_state`: "
+        "initial state, resume, no tokens, state gradient",
+        "- not tested, since your function has no argument `cu_seqlens`: packed, packed states",
+        "- not tested, since your function has no argument `feature_map`: feature maps",
+    ]

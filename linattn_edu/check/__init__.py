@@ -9,12 +9,13 @@ number with an exercise's answer, of which only a hash is kept.
 """
 
 from linattn_edu.check.answers import check_answer
-from linattn_edu.check.judge import Report, judge
+from linattn_edu.check.judge import judge
+from linattn_edu.check.report import Report
 
 __all__ = ["Report", "check", "check_answer"]
 
 
-def check(name, function, *, heads=True, skip=(), quiet=False, **options):
+def check(name, function, *, heads=True, skip=(), hints=True, quiet=False, **options):
     """Run the theorems of an operator on a function, and say in words which hold and which fail.
 
     Args:
@@ -22,6 +23,7 @@ def check(name, function, *, heads=True, skip=(), quiet=False, **options):
         function: takes the operator's arguments, or some of them: what it has no argument for is not tested.
         heads: False for a function of one sequence and one head, whose q is [T, K] and whose state is [K, V].
         skip: keys of theorems that are not asked for, as "ragged" (see `theorems.THEOREMS`).
+        hints: name the likely slip; False where finding it is the exercise.
         quiet: print nothing.
         options: of the operator, as `normalize=False`; passed to `function` too if it takes them.
 
@@ -31,7 +33,8 @@ def check(name, function, *, heads=True, skip=(), quiet=False, **options):
     Raises:
         ValueError: an unknown name.
     """
-    report = judge(name, function, options, skip, heads)
+    report = judge(name, function, options, skip, heads, hints)
     if not quiet:
         print(report)
+        report.printed = True
     return report

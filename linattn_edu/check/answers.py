@@ -15,13 +15,20 @@ import math
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("answers.json")
-FACTORS = {-1: "the sign", 2: "a factor of 2", 8: "a factor of 8 (bits and bytes?)", 100: "a factor of 100 (percent?)", 1024: "a factor of 1024"}
+FACTORS = {
+    -1: "the sign",
+    2: "a factor of 2",
+    8: "a factor of 8 (bits and bytes?)",
+    100: "a factor of 100 (percent?)",
+    1024: "a factor of 1024",
+}
 
 
 def check_answer(name, value, *, quiet=False):
-    """Compare an answer with the hash kept for the exercise `name`; say whether it is right, and if not what is known of it.
+    """Compare an answer with the hash kept for the exercise `name`, and say whether it is right.
 
-    `value` is a number, a word or a list of them. Returns True or False; an unknown name raises `ValueError`.
+    Of a wrong one it says what is known: a foreseen slip, a wrong sign, a usual factor. `value` is a number, a word or
+    a list of them. Returns True or False; an unknown name raises `ValueError`.
     """
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     if name not in table:
@@ -30,7 +37,8 @@ def check_answer(name, value, *, quiet=False):
     right = matches(name, values, entry["digits"], entry["answer"])
     if not quiet:
         precision = f" to {entry['digits']} significant digits" if entry["digits"] else ""
-        print(f"✓ {name}: right{precision}." if right else f"✗ {name}: not right{precision}{remark(name, values, entry)}.")
+        verdict = f"right{precision}" if right else f"not right{precision}{remark(name, values, entry)}"
+        print(f"{'✓' if right else '✗'} {name}: {verdict}.")
     return right
 
 
@@ -54,12 +62,19 @@ def matches(name, values, digits, known):
 
 def spellings(x, digits):
     """The ways to round a number that count as equal; a word as it is."""
-    if isinstance(x, str):
-        return {" ".join(x.casefold().split())}
-    if not digits:
-        return {str(int(x)) if float(x).is_integer() else repr(float(x))}
+    if isinstance(x, str) or not digits:
+        return {spelling(x, digits)}
     half = 0.5 * 10.0 ** (int(f"{float(x):e}".partition("e")[2]) + 1 - digits) if math.isfinite(x) else 0
-    return {f"{float(x) + e + 0.0:.{digits - 1}e}" for e in (-half, 0, half)}
+    return {spelling(float(x) + e, digits) for e in (-half, 0, half)}
+
+
+def spelling(x, digits):
+    """The text of an answer: a word in lower case, a number rounded to `digits` significant digits."""
+    if isinstance(x, str):
+        return " ".join(x.casefold().split())
+    if digits:
+        return f"{float(x) + 0.0:.{digits - 1}e}"
+    return str(int(x)) if float(x).is_integer() else repr(float(x))
 
 
 def hashed(name, texts):
@@ -77,8 +92,7 @@ def register(name, value, digits=None, slips=()):
     table = json.loads(TABLE.read_text(encoding="utf-8"))
 
     def one(x):
-        middle = [next(iter(spellings(y, None))) if isinstance(y, str) or not digits else f"{float(y) + 0.0:.{digits - 1}e}" for y in listed(x)]
-        return hashed(name, middle)
+        return hashed(name, [spelling(y, digits) for y in listed(x)])
 
     table[name] = {"digits": digits, "answer": one(value), "slips": {one(x): words for x, words in slips}}
     TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -48,7 +48,22 @@ GATED = [name for name, case in CASES.items() if "g" in case.gates]
 REGIMES_OF = [(name, regime) for name, case in CASES.items() for regime in (REGIMES if "g" in case.gates else ["zero"])]
 
 
-def inputs(name, regime="weak", *, B=2, T=37, H=2, HV=4, K=5, V=7, N=None, dtype=torch.float64, seed=0, state=True, beta_max=1.0):
+def inputs(
+    name,
+    regime="weak",
+    *,
+    B=2,
+    T=37,
+    H=2,
+    HV=4,
+    K=5,
+    V=7,
+    N=None,
+    dtype=torch.float64,
+    seed=0,
+    state=True,
+    beta_max=1.0,
+):
     """Keyword arguments for the forms of a case or of its name: q, k, v, gates, options and a state for N sequences."""
     case, draw = CASES[name] if isinstance(name, str) else name, torch.Generator().manual_seed(seed)
 

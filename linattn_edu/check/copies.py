@@ -39,7 +39,7 @@ def compiled(module):
 
 
 def replaced(module, function, old, new):
-    """The text of a module after `old` became `new` in a function, "f" or "Class.f", where it must occur exactly once."""
+    """The text of a module after `old`, which must occur once in the function "f" or "Class.f", became `new`."""
     text, nodes = source(module), ast.parse(source(module)).body
     for name in function.split("."):
         [node] = [node for node in nodes if getattr(node, "name", None) == name]

@@ -27,7 +27,7 @@ def likely_slip(run, failing, holding):
 
 
 def twins(run, function):
-    """A mutant's function to be read like the reader's; with the usual chunk sizes if the reader's has one of its own."""
+    """A mutant's function, read like the reader's; with the usual chunk sizes if the reader's has one of its own."""
     if "chunk_size" in run.problem.traits and not run.takes("chunk_size"):
         return [run.like(partial(function, chunk_size=C)) for C in (64, 32, 16, 8, 4, 2)]
     return [run.like(function)]

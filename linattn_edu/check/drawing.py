@@ -1,7 +1,6 @@
 """Inputs for every function that can be checked: from a setting to arguments by name."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -11,7 +10,7 @@ from linattn_edu.check.cases import CASES, REGIMES, VERY_STRONG, Case, inputs
 
 @dataclass(frozen=True)
 class Setting:
-    """One input: its sizes, its gates, whether there is an incoming state, lengths of packed sequences, options, dtype."""
+    """One input: its sizes, its gates, whether there is a state, lengths of packed sequences, options, dtype."""
 
     B: int = 2
     T: int = 32
@@ -97,7 +96,11 @@ def variant_inter(name, data, setting, options):
 def softmax(setting, options):
     s = setting.packed()
     normal, _ = sources(s)
-    drawn = {"q": s.size * normal(s.B, s.T, s.HV, s.K), "k": normal(s.B, s.T, s.H, s.K), "v": normal(s.B, s.T, s.H, s.V)}
+    drawn = {
+        "q": s.size * normal(s.B, s.T, s.HV, s.K),
+        "k": normal(s.B, s.T, s.H, s.K),
+        "v": normal(s.B, s.T, s.H, s.V),
+    }
     if s.state:
         drawn["initial_state"] = normal(s.B, 5, s.H, s.K), normal(s.B, 5, s.H, s.V)
     more = extras(s)
@@ -173,5 +176,3 @@ def triangular(setting, options):
     s, (normal, _) = setting, sources(setting)
     k = l2norm(normal(s.B, s.T, 16) + (30 * normal(s.B, 1, 16) if s.regime == "alike" else 0))
     return {"A": (k @ k.mT).tril(-1), "X": normal(s.B, s.T, s.V)}
-
-

@@ -106,7 +106,10 @@ TABLE = {
         ),
     ],
     "feature_maps: elu1": [
-        ("feature_maps.elu1", "x + 1, torch.exp(torch.clamp(x, max=0)))", "x, torch.expm1(x.clamp(max=0)))", "leaves out the + 1"),
+        (
+            "feature_maps.elu1", "x + 1, torch.exp(torch.clamp(x, max=0)))", "x, torch.expm1(x.clamp(max=0)))",
+            "leaves out the + 1",
+        ),
         ("feature_maps.elu1", "x + 1", "x", "leaves out the + 1 above zero"),
         (
             "feature_maps.elu1", "torch.clamp(x, max=0)", "x",

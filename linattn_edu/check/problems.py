@@ -7,7 +7,16 @@ from typing import Callable
 import torch
 
 import linattn_edu
-from linattn_edu import algebra, decay, feature_maps, gates, linear, mamba, short_conv, softmax
+from linattn_edu import (
+    algebra,
+    decay,
+    feature_maps,
+    gates,
+    linear,
+    mamba,
+    short_conv,
+    softmax,
+)
 from linattn_edu.check import drawing
 from linattn_edu.check.blocks import merge, solve
 from linattn_edu.check.cases import CASES, tree_map
@@ -20,9 +29,9 @@ FORMS = ("recurrent", "parallel", "chunkwise", "fused")
 class Problem:
     """A function that a reader can write.
 
-    `data` are the arguments that it cannot do without, in order; `over_time` those with a time axis, which is axis 1;
-    `traits` what the theorems may ask of it; `letters` the sizes that describe an input, "N:V" one that `Setting` calls
-    otherwise; `known` is filled with true results by setting.
+    `data` are the arguments that it cannot do without, in order; `over_time` those with a time axis; `traits` what the
+    theorems may ask of it; `letters` the sizes that describe an input, "N:V" one that `Setting` calls otherwise;
+    `adapt` makes a function of the package take these arguments; `known` is filled with true results by setting.
     """
 
     name: str
@@ -33,6 +42,8 @@ class Problem:
     traits: frozenset = frozenset()
     letters: str = "B T H HV K V"
     results: tuple = ("o", "final state")
+    time_axis: int = 1
+    adapt: Callable = lambda function: function
     options: dict = field(default_factory=dict)
     known: dict = field(default_factory=dict)
 
@@ -43,7 +54,9 @@ class Problem:
         device = torch.get_default_device()
         if device.type == "mps":  # no float64 there
             device = torch.device("cpu")
-        return {key: tree_map(lambda y: y.to(device) if isinstance(y, torch.Tensor) else y, x) for key, x in drawn.items()}
+        return {
+            key: tree_map(lambda y: y.to(device) if isinstance(y, torch.Tensor) else y, x) for key, x in drawn.items()
+        }
 
     def with_options(self, options):
         """The problem with some options fixed: what they decide is no longer asked."""
@@ -53,13 +66,6 @@ class Problem:
         if options.get("causal") is False:
             traits -= {"causal"}
         return replace(self, options=options, traits=traits)
-
-    def with_one_head(self):
-        """The problem for functions of one sequence and one head, without these axes."""
-        if "heads" not in self.traits:
-            raise ValueError(f"`heads`: got False for {self.name}, which has no heads")
-        letters = " ".join(x for x in self.letters.split() if x in "TKV")
-        return replace(self, traits=self.traits - {"heads", "packed", "packed_state"}, letters=letters)
 
     def base(self, takes_chunk_size):
         """Sizes that any usual chunk divides."""
@@ -90,7 +96,9 @@ def forms(module, draw, data, over_time, traits, **more):
 
 def step(module, draw, data, traits, **more):
     name = module.__name__.rpartition(".")[2]
-    return Problem(f"{name}.step", partial(by_position, module.step, data), draw, data, traits=frozenset(traits), **more)
+    return Problem(
+        f"{name}.step", partial(by_position, module.step, data), draw, data, traits=frozenset(traits), **more
+    )
 
 
 def variant_problems(variant):
@@ -156,7 +164,10 @@ def bidirectional(setting, options):
 def function_problems():
     qkv = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
     traits = "time heads widths feature_map normalize"
-    yield replace(function("linear.bidirectional", linear.bidirectional, qkv, traits, "o", bidirectional), over_time=("q", "k", "v"))
+    yield replace(
+        function("linear.bidirectional", linear.bidirectional, qkv, traits, "o", bidirectional),
+        over_time=("q", "k", "v"),
+    )
     traits = "time causal heads widths scale g"
     constant = function("decay.convolution", decay.convolution, qkv | {"g": "HV"}, traits, "o")
     yield replace(constant, over_time=("q", "k", "v"))
@@ -175,7 +186,9 @@ def function_problems():
     rows = {"q": "B T K", "k": "B T K", "g": "B T K"}
     yield function("algebra.channel_scores", algebra.channel_scores, rows, "time g", "P")
     yield function("algebra.scan", algebra.scan, {"a": "B T K", "x": "B T K"}, "time", "h")
-    yield function("algebra.solve_unit_lower", solve, {"A": "B T T", "X": "B T V"}, "time alike", "X", drawing.triangular)
+    yield function(
+        "algebra.solve_unit_lower", solve, {"A": "B T T", "X": "B T V"}, "time alike", "X", drawing.triangular
+    )
 
 
 def problems():

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import traceback
-from functools import partial
 
 import torch
 
@@ -22,12 +21,11 @@ class Stop(Exception):
 class Reader:
     """The function under test. `names` maps each argument of the problem that it takes to its own name for it.
 
-    `returned` are the names of the results to look at, all if None; `seen` is filled with what theorems have seen of it.
-    Without `heads` the function is one of a single sequence and head: q [T, K], state [K, V].
+    `returned` are the names of the results to look at, all if None; `seen` is filled with what theorems saw of it.
     """
 
-    def __init__(self, problem, function, *, heads=True, names=None, returned=None):
-        self.problem, self.function, self.heads = problem, function, heads
+    def __init__(self, problem, function, *, names=None, returned=None):
+        self.problem, self.function = problem, function
         self.names = matched(problem, function) if names is None else names
         self.returned, self.seen = returned, {}
 
@@ -38,35 +36,25 @@ class Reader:
         """The package's function, or a mutant of it, called and read in the same way."""
         known = {*self.names, *self.problem.options, "output_final_state"}
         names = {name: own for name, own in matched(self.problem, function).items() if name in known}
-        return Reader(self.problem, function, names=names, returned=self.returned)
+        return Reader(self.problem, self.problem.adapt(function), names=names, returned=self.returned)
 
     def __call__(self, arguments, copied=True):
         """The results by name: those of `problem.results` that the function returns."""
-        given = {key: x for key, x in arguments.items() if key in self.names}
+        given = {self.names[key]: x for key, x in arguments.items() if key in self.names}
         if copied:
-            given = {key: tree_map(lambda y: y.clone() if isinstance(y, torch.Tensor) else y, x) for key, x in given.items()}
-        if not self.heads:
-            given = {key: tree_map(partial(self.one_head, key), x) for key, x in given.items()}
+            given = {key: tree_map(copy, x) for key, x in given.items()}
         dtype = next(y.dtype for x in arguments.values() for y in leaves(x) if is_floating(y))
         try:
             with default_dtype(dtype):
-                returned = self.function(**{self.names[key]: x for key, x in given.items()})
+                returned = self.function(**given)
         except Exception as error:
             raise Stop(in_words(error, self.function)) from None
         results = named_results(returned, self.problem.results)
-        if not self.heads:
-            results = {name: self.with_heads(name, x) for name, x in results.items()}
         return results if self.returned is None else {name: x for name, x in results.items() if name in self.returned}
 
-    def one_head(self, name, x):
-        """The only sequence and head of an argument."""
-        if not is_floating(x):
-            return x
-        return x[0, :, 0] if name in self.problem.over_time else x[0, 0]
 
-    def with_heads(self, name, x):
-        """A result with the axes of one sequence and one head."""
-        return x[None, :, None] if name == self.problem.results[0] and self.problem.over_time else x[None, None]
+def copy(x):
+    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def matched(problem, function):

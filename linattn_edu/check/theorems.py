@@ -1,7 +1,7 @@
 """The theorems that every form of every variant obeys, each a sentence and a statement of a few lines.
 
-A statement is made of a function (`run`, a `Reader`) on one input (a `Setting`): it yields what the function gave beside
-what it should have given. The same list judges the package, its mutants and a reader's function.
+A statement is made of a function (`run`, a `Reader`) on one input (a `Setting`): it yields what the function gave
+beside what it should have given. The same list judges the package, its mutants and a reader's function.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from typing import Any, Callable
 import torch
 
 from linattn_edu.check.cases import is_floating, leaves, tree_map
-from linattn_edu.check.reader import Stop, default_dtype, named_results
+from linattn_edu.check.reader import Stop, copy, named_results
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Theorem:
     """`key` is its short name; `inputs` are the fields in which the settings to try differ from the base one.
 
     `needs` are traits of the problem, without which the theorem says nothing; `takes` are arguments of the function,
-    without which it cannot be tested, as without a returned state if `resumes`.
+    without which it cannot be tested, as without a state returned if `returns_state`.
     """
 
     key: str
@@ -43,7 +43,7 @@ class Theorem:
 
 
 def comparisons(theorem, run, setting):
-    """What a theorem looks at on one input: a list of comparisons, or a `Stop` if the function gives nothing to compare."""
+    """What a theorem looks at on one input: a list of comparisons, or a `Stop` if there is nothing to compare."""
     key = theorem, setting
     if key not in run.seen:
         try:
@@ -94,12 +94,17 @@ def resumed(run, s):
         state = tuple(first[name] for name in states if name in first)
         state = state[0] if len(state) == 1 else state
         second = run(part(run, arguments, cut, s.T) | {"initial_state": state})
-        yield Comparison(f"`{o}`, cut before token {cut},", torch.cat([first[o], second[o]], 1), expected)
+        joined = torch.cat([first[o], second[o]], run.problem.time_axis)
+        yield Comparison(f"`{o}`, cut before token {cut},", joined, expected)
 
 
 def part(run, arguments, start, stop):
     """The arguments of tokens `start` to `stop`."""
-    return {key: x[:, start:stop] if key in run.problem.over_time else x for key, x in arguments.items()}
+    return {key: tokens(run, x, start, stop) if key in run.problem.over_time else x for key, x in arguments.items()}
+
+
+def tokens(run, x, start, stop):
+    return x.narrow(run.problem.time_axis, start, stop - start)
 
 
 def inner_cuts(T):
@@ -108,15 +113,14 @@ def inner_cuts(T):
 
 def no_later_token(run, s):
     arguments, other = (run.problem.arguments(replace(s, seed=seed)) for seed in (0, 1))
-    o = run.problem.results[0]
+    o, time = run.problem.results[0], run.problem.time_axis
     before = run(arguments)[o]
     for cut in inner_cuts(s.T):
-        mixed = {
-            key: torch.cat([x[:, :cut], other[key][:, cut:]], 1) if key in run.problem.over_time else x
-            for key, x in arguments.items()
-        }
+        early, late = part(run, arguments, 0, cut), part(run, other, cut, s.T)
+        mixed = {key: torch.cat([early[key], late[key]], time) for key in run.problem.over_time}
         what = f"`{o}` before token {cut}, when only the tokens from {cut} on change,"
-        yield Comparison(what, run(mixed)[o][:, :cut], before[:, :cut])
+        after = run(arguments | mixed)[o]
+        yield Comparison(what, tokens(run, after, 0, cut), tokens(run, before, 0, cut))
 
 
 def unchanged(run, s):
@@ -137,9 +141,12 @@ def gradients(run, s):
         yield Comparison(f"the gradient of {name}", got[name], x)
 
 
+@torch.enable_grad()
 def gradients_of(function, arguments, results):
     """The gradients of one random number made of the named results, for every tensor among the arguments."""
-    with_grad = {key: tree_map(lambda y: copy(y).requires_grad_() if is_floating(y) else y, x) for key, x in arguments.items()}
+    with_grad = {
+        key: tree_map(lambda y: copy(y).requires_grad_() if is_floating(y) else y, x) for key, x in arguments.items()
+    }
     got = function({key: tree_map(copy, x) for key, x in with_grad.items()})
     draw = torch.Generator().manual_seed(1)
     loss = 0
@@ -154,10 +161,6 @@ def gradients_of(function, arguments, results):
     return {name: torch.zeros_like(x) if grad is None else grad for name, x, grad in zip(names, xs, grads)}
 
 
-def copy(x):
-    return x.clone() if isinstance(x, torch.Tensor) else x
-
-
 def named_tensors(arguments):
     for key, x in arguments.items():
         for i, y in enumerate(leaves(x)):
@@ -165,62 +168,57 @@ def named_tensors(arguments):
                 yield f"`{key}[{i}]`" if isinstance(x, tuple) else f"`{key}`", y
 
 
-PACKED = (0, 1, 19, 0, 12)
-
-
 def option(**values):
     return {"options": tuple(values.items())}
 
 
+FLOAT32, STATE, SHUT = {"dtype": torch.float32}, {"state": True}, {"regime": "very strong"}
+SHORT, EMPTY = {"T": 12}, {"T": 0, "state": True}
+WIDTHS = {"K": 3, "V": 5}, {"K": 5, "V": 3}
+CHUNKS = tuple({"chunk_size": C} for C in (1, 5, 16, 64))
+PACKED = {"lengths": (0, 1, 19, 0, 12)}
 MAPS = tuple(option(feature_map=phi, normalize=False) for phi in ("identity", "relu2", "softmax"))
-SHUT = {"regime": "very strong"}
+ZOH, SKIP, BIAS = option(discretization="zoh"), option(D="given"), option(bias="given")
 
 THEOREMS = (
-    Theorem("shapes", "It returns the right shapes, in the dtype of its inputs", shapes, ({}, {"dtype": torch.float32})),
+    Theorem("shapes", "It returns the right shapes, in the dtype of its inputs", shapes, ({}, FLOAT32)),
     Theorem("value", "Its result is that of the definition", output),
-    Theorem("float32", "So it is in float32", all_results, ({"dtype": torch.float32},)),
+    Theorem("float32", "In float32 it is the same", all_results, (FLOAT32,)),
     Theorem("one token", "One token is enough", all_results, ({"T": 1},), "time"),
     Theorem("ragged", "Any number of tokens will do", all_results, ({"T": 37}, {"T": 70}), "time"),
-    Theorem("widths", "Keys and values may differ in width", all_results, ({"K": 3, "V": 5}, {"K": 5, "V": 3}), "widths"),
+    Theorem("widths", "Keys and values may differ in width", all_results, WIDTHS, "widths"),
     Theorem("groups", "Heads that come in groups read the head of their group", all_results, ({"HV": 6},), "heads"),
-    Theorem("strong gates", "Strong gates: most is forgotten at every token", all_results, ({"regime": "strong"},), "g"),
+    Theorem("strong gates", "Strong gates: nearly all is forgotten", all_results, ({"regime": "strong"},), "g"),
     Theorem("open gates", "Open gates: nothing is forgotten", all_results, ({"regime": "zero"},), "g"),
     Theorem("very strong gates", "Very strong gates, e^-1000: finite, and right", all_results, (SHUT,), "g"),
     Theorem("strong writes", "Write strengths up to 2", all_results, ({"beta_max": 2.0},), "beta"),
     Theorem("alike keys", "Keys that are nearly alike", all_results, ({"regime": "alike", "T": 64},), "alike"),
     Theorem("large inputs", "Inputs in the thousands", all_results, ({"size": 1000.0},), "large"),
     Theorem("final state", "The final state is that of the definition", final_state, needs="state", returns_state=True),
-    Theorem("initial state", "It goes on from `initial_state`", all_results, ({"state": True},), "state", "initial_state"),
-    Theorem("resume", "Cut and resumed, it gives one pass", resumed, ({"T": 12},), "state causal", "initial_state", True),
-    Theorem("no tokens", "No tokens leave the state as it is", all_results, ({"T": 0, "state": True},), "state", "initial_state"),
+    Theorem("initial state", "It goes on from `initial_state`", all_results, (STATE,), "state", "initial_state"),
+    Theorem("resume", "Cut and resumed, it gives one pass", resumed, (SHORT,), "state causal", "initial_state", True),
+    Theorem("no tokens", "No tokens leave the state as it is", all_results, (EMPTY,), "state", "initial_state"),
     Theorem("causal", "No output reads a later token", no_later_token, needs="causal"),
-    Theorem(
-        "chunk size",
-        "Any chunk size gives the same result",
-        all_results,
-        tuple({"chunk_size": C} for C in (1, 5, 16, 64)),
-        "chunk_size",
-        "chunk_size",
-    ),
-    Theorem("packed", "Packed sequences do not see each other", all_results, ({"lengths": PACKED},), "packed", "cu_seqlens"),
+    Theorem("chunk size", "Any chunk size gives the same result", all_results, CHUNKS, "chunk_size", "chunk_size"),
+    Theorem("packed", "Packed sequences do not see each other", all_results, (PACKED,), "packed", "cu_seqlens"),
     Theorem(
         "packed states",
         "Each packed sequence has a state of its own",
         all_results,
-        ({"lengths": PACKED, "state": True},),
+        (STATE | PACKED,),
         "packed_state",
         "cu_seqlens initial_state",
     ),
-    Theorem("feature maps", "Other feature maps, no normaliser", all_results, MAPS, "feature_map", "feature_map normalize"),
+    Theorem("feature maps", "Other maps, no normaliser", all_results, MAPS, "feature_map", "feature_map normalize"),
     Theorem("scale", "`scale` is a factor", all_results, (option(scale=0.3),), "scale", "scale"),
     Theorem("no mask", "Without the mask every token is seen", all_results, (option(causal=False),), "mask", "causal"),
-    Theorem("zoh", "The zero-order hold", all_results, (option(discretization="zoh"),), "discretization", "discretization"),
-    Theorem("skip", "`D` leads past the state", all_results, (option(D="given"),), "skip", "D"),
-    Theorem("bias", "`bias` is added", all_results, (option(bias="given"),), "bias", "bias"),
+    Theorem("zoh", "The zero-order hold of the paper", all_results, (ZOH,), "discretization", "discretization"),
+    Theorem("skip", "`D` leads past the state", all_results, (SKIP,), "skip", "D"),
+    Theorem("bias", "`bias` is added", all_results, (BIAS,), "bias", "bias"),
     Theorem("activation", "SiLU comes last", all_results, (option(activation="silu"),), "activation", "activation"),
     Theorem("gradients", "Its gradients are those of the definition", gradients),
-    Theorem("large gradients", "So they are for inputs in the thousands", gradients, ({"size": 1000.0},), "large"),
-    Theorem("very strong gradients", "So they are with very strong gates", gradients, (SHUT,), "g"),
-    Theorem("state gradient", "The gradient reaches `initial_state`", gradients, ({"state": True},), "state", "initial_state"),
-    Theorem("unchanged", "It leaves its inputs as they are", unchanged, ({"state": True},)),
+    Theorem("large gradients", "Gradients for inputs in the thousands", gradients, ({"size": 1000.0},), "large"),
+    Theorem("very strong gradients", "Gradients with very strong gates: finite, and right", gradients, (SHUT,), "g"),
+    Theorem("state gradient", "The gradient reaches `initial_state`", gradients, (STATE,), "state", "initial_state"),
+    Theorem("unchanged", "It leaves its inputs as they are", unchanged, (STATE,)),
 )
