@@ -2,6 +2,9 @@
 
 import functools
 import importlib
+import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -118,6 +121,17 @@ def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
         assert words in said
     with pytest.raises(ValueError, match="`name`: got 'b', expected one of a.bytes, a.ratio, a.word"):
         check_answer("b", 1)
+
+    monkeypatch.setattr(sys, "argv", ["check", "b", "0.5,yes", "--digits", "2", "--slip", "2,yes", "is upside down"])
+    runpy.run_module("linattn_edu.check", run_name="__main__")
+    assert check_answer("b", [0.499, "Yes"]) and not check_answer("b", [2, "yes"])
+    assert "✗ b: not right to 2 significant digits: it is upside down." in capsys.readouterr().out
+
+
+def test_every_registered_answer_is_asked_for_in_the_book(root):
+    book = "".join(path.read_text(encoding="utf-8") for path in root.glob("notebooks/*.ipynb"))
+    for name in json.loads(answers.TABLE.read_text(encoding="utf-8")):
+        assert f'check_answer(\\"{name}\\"' in book, name
 
 
 def one_head(write):
@@ -291,7 +305,9 @@ def test_the_report_reads_as_in_the_book(capsys):
     def forgot_the_map(q, k, v):
         return naive(q, k, v, phi=lambda x: x)
 
-    assert not check("linear.recurrent", forgot_the_map, hints=False, skip=("groups",))
+    report = check("linear.recurrent", forgot_the_map, hints=False, skip=("groups",))
+    report._ipython_display_()
+    assert not report
     assert capsys.readouterr().out.splitlines() == [
         "linear.recurrent: 3 of 9 theorems hold for `forgot_the_map`",
         "✓ It returns the right shapes, in the dtype of its inputs",
