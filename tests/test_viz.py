@@ -21,7 +21,7 @@ from matplotlib.colors import to_rgb  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from linattn_edu import viz  # noqa: E402
-from linattn_edu.viz import png  # noqa: E402
+from linattn_edu.viz import player, png  # noqa: E402
 from linattn_edu.viz import states as states_module  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -278,9 +278,9 @@ def test_token_labels():
 
 def test_dollars_and_spaces_are_labels_as_they_stand():
     figure, ax = plt.subplots()
-    viz.attention_map(ax, np.eye(4), b"$x_$")
+    viz.attention_map(ax, np.eye(3), ["$x_$", "$", " a"])
     figure.canvas.draw()
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["$", "x", "_", "$"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["$x_$", "$", "␣a"]
 
 
 NOTEBOOK = """
@@ -410,7 +410,7 @@ def test_chunked_mask_is_the_causal_mask_and_its_diagonal_blocks(T, C):
 def test_costs_draw_medians_bands_and_guides():
     figure, ax = plt.subplots()
     x = np.array([1.0, 2.0, 4.0])
-    runs = np.array([[1.0, 3.0, 2.0], [8.0, 9.0, 7.0], [np.nan, 1.0, 1.0]])
+    runs = np.array([[1.0, 6.0, 2.0], [8.0, 9.0, 4.0], [np.nan, 1.0, 1.0]])
     viz.costs(ax, x, {"a": runs, "b": torch.tensor([1.0, 2.0, 4.0])}, ylabel="time (s)", slopes=(1,))
     a, b, guide = ax.lines
     assert a.get_xdata().tolist() == [1, 2] and a.get_ydata().tolist() == [2, 8]
@@ -522,6 +522,13 @@ def test_all_frames_share_one_palette():
     assert palettes[0] == palettes[1] and len(palettes[0]) >= 6
 
 
+def test_a_film_keeps_colours_to_within_what_the_eye_sees(monkeypatch):
+    exact = []
+    monkeypatch.setattr(player, "encode", lambda shots, size: exact.append(shots) or png.encode(shots, size))
+    error = np.abs(np.stack(stills(state_film(T=6))).astype(int) - exact)
+    assert error.max() <= 32 and error.mean() <= 0.6
+
+
 def test_a_state_film_draws_state_key_and_value_of_each_token(monkeypatch):
     seen = []
     monkeypatch.setattr(states_module, "film", lambda figure, draw, frames, **_: seen.append((figure, draw, frames)))
@@ -569,7 +576,11 @@ def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path, ch
         page.goto(page_file.as_uri())
         first, second = page.locator(".animation").all()
         still = first.locator("img").get_attribute("src")
-        assert first.locator("img").bounding_box()["width"] <= 360
+        box = first.locator("img").bounding_box()
+        assert box["width"] <= 360
+        assert box["width"] / box["height"] == pytest.approx(page.evaluate(
+            "(({naturalWidth, naturalHeight}) => naturalWidth / naturalHeight)(document.querySelector('img'))"
+        ), rel=0.01)  # fmt: skip
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         seen = page.evaluate("""async () => {
             const film = document.querySelector(".animation"), img = film.querySelector("img"), seen = [];

@@ -24,8 +24,7 @@ PLAYER = Template("""\
 <input type="range" min="0" max="$last" value="$start" aria-label="Frame" style="width:50%; vertical-align:middle">
 </div>
 <script>
-for (const film of document.querySelectorAll('[data-film="$id"]:not([data-ready])')) {
-  film.dataset.ready = "yes";
+for (const film of document.querySelectorAll('[data-film="$id"]')) {
   const img = film.querySelector("img"), slider = film.querySelector("input"), png = "data:image/png;base64,";
   const frames = [$frames].map(f => Object.assign(new Image(), {src: f ? png + f : img.src}));
   const [back, play, next] = film.querySelectorAll("button");
