@@ -6,7 +6,7 @@ SENTENCE = {
     "recurrent": "One token after another: the definition.",
     "parallel": "All tokens as one block, the T x T form: time and memory grow with T^2.",
     "chunkwise": "Block by block, `chunk_size` tokens at a time, in time linear in T: the training form.",
-    "fused": "The fastest form on this machine; where no kernel serves, this is `chunkwise`.",
+    "fused": "A kernel where one serves; anywhere else, and so far everywhere, this is `chunkwise`.",
     "step": "One token, for decoding; all tensors lack the T axis.",
 }
 

@@ -66,7 +66,7 @@ def kda_decay(x, A_log, dt_bias):
 def kda_bounded_decay(x, A_log, dt_bias, *, lower_bound=-5.0):
     """KDA's bounded gate, g = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)), between lower_bound and 0.
 
-    Sixteen tokens then decay by at least exp(-80), which float32 and bfloat16 hold as well as its inverse: kernels may
+    Sixteen tokens then keep at least exp(-80), which float32 and bfloat16 hold as well as its inverse: kernels may
     divide by the decay of a block of 16. It is another function than `kda_decay`, with parameters of the same names
     that do not fit the other: here exp(A_log) makes the sigmoid steep, there it is the rate.
 

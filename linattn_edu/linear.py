@@ -95,7 +95,7 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
         return (S[..., :-1], S[..., -1]) if self.normalize else S
 
 
-operator = Operator(update, intra, inter, space=FeatureSpace, source="Katharopoulos et al. 2020, eqs. 8-12; as an RNN, eqs. 13-17.")
+operator = Operator(update, intra, inter, space=FeatureSpace, source="Katharopoulos et al. 2020, eqs. 8-12; as an RNN, section 3.4.")
 recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)
 
 
@@ -105,7 +105,7 @@ def bidirectional(q, k, v, *, feature_map="elu1", normalize=True, eps=1e-6, scal
 
     o_t = S^T phi(q_t) / (z^T phi(q_t) + eps),   S = sum_i phi(k_i) v_i^T,   z = sum_i phi(k_i).
 
-    One pair (S, z) serves all tokens: O(T K V) time, no T x T matrix. It is not the training form of the causal
+    One pair (S, z) serves all tokens: O(T D V) time, no T x T matrix. It is not the training form of the causal
     operator, whose S_t and z_t differ from token to token: the two agree at the last token only.
 
     Args:

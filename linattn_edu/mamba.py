@@ -201,7 +201,7 @@ def chunkwise(
 def fused(
     u, delta, A, B, C, *, D=None, initial_state=None, output_final_state=False, discretization="euler", chunk_size=64
 ):
-    """The fastest form on this machine; where no kernel serves, this is `chunkwise`."""
+    """A kernel where one serves; anywhere else, and so far everywhere, this is `chunkwise`."""
     return chunkwise(
         u,
         delta,
