@@ -3,6 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from linattn_edu import validate
+from linattn_edu.forms import computing_dtype
+
 
 def outer(k, v):
     """The outer product k v^T: `k [..., K]`, `v [..., V]` -> `[..., K, V]`."""
@@ -71,9 +74,12 @@ def channel_scores(q, k, g):
 def l2norm(x):
     """Scale vectors to (almost) unit length: x * rsqrt(sum(x^2) + 1e-6), over the last axis, in the dtype of `x`.
 
-    A zero vector stays zero and has a finite gradient. Same as FLA's `l2norm` (eps inside the root).
+    Computed in at least float32: in float16 the sum would overflow for a vector longer than 256. A zero vector stays
+    zero and has a finite gradient. Same as FLA's `l2norm` (eps inside the root).
     """
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    validate.floating("x", x)
+    dtype, x = x.dtype, x.to(computing_dtype(x))
+    return (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)).to(dtype)
 
 
 def scan(a, x):
@@ -86,7 +92,7 @@ def scan(a, x):
     """
     T = x.shape[1]
     if T < 2:
-        return x.clone()
+        return x + a[:, :0].sum()  # 0, and part of a's graph
     pairs = 2 * (T // 2)
     a_even, x_even, a_odd, x_odd = a[:, 0:pairs:2], x[:, 0:pairs:2], a[:, 1::2], x[:, 1::2]
     odd = scan(a_odd * a_even, a_odd * x_even + x_odd)

@@ -62,7 +62,7 @@ def retnet_log_decay(H, *, dtype=None, device=None):
 
     Source: Sun et al. 2023, eq. 8. The paper's experiments (section 3.1) use 1 - exp(linspace(log 1/32, log 1/512, H)).
     """
-    validate.count("H", H)
+    H = validate.count("H", H)
     g = torch.log1p(-(2.0 ** (-5 - torch.arange(H, dtype=torch.float64))))
     return g.to(device=device, dtype=dtype or torch.get_default_dtype())
 

@@ -37,8 +37,7 @@ class Plain:
     def scale(self, scale, K):
         if scale is None:
             return K**-0.5
-        validate.number("scale", scale)
-        return scale
+        return validate.number("scale", scale)
 
     def enter(self, q, k, v, scale):
         return scale * q, k, v
@@ -46,11 +45,12 @@ class Plain:
     def leave(self, o):
         return o
 
-    def state_in(self, state, sizes, q, name="initial_state"):
-        """The state as the one tensor that the formulas carry: checked and upcast, or zero."""
+    def state_in(self, state, sizes, like, name="initial_state"):
+        """The state as the one tensor that the formulas carry: checked and upcast, or zero. `like` is (name of q, q)."""
+        _, q = like
         if state is None:
             return q.new_zeros([sizes[x] for x in ("N", "HV", "K", "V")], dtype=computing_dtype(q))
-        validate.floating_tensor(name, state, "N HV K V", sizes, like=("q", q))
+        validate.floating_tensor(name, state, "N HV K V", sizes, like=like)
         return state.to(computing_dtype(q))
 
     def state_out(self, S):
@@ -99,18 +99,18 @@ def by_segment(method, enter, leave, segment, xs, S):
     """Run `method` over one sequence, `segment` tokens at a time, in the dtype of the state."""
     T, dtype = xs[0].shape[1], xs[2].dtype
     if T == 0:
-        nothing = sum(x.sum() for x in xs)  # 0, and part of every input's graph
-        return (xs[2] + nothing).to(dtype), S + nothing
+        nothing = sum(x[:, :0].to(S.dtype).sum() for x in (*xs, S))  # 0, and part of every input's graph
+        return (xs[2].to(S.dtype) + nothing).to(dtype), S + nothing
     outputs = []
-    for piece in zip(*(x.split(segment or T, 1) for x in xs)):
+    for piece in zip(*(x.split(min(segment or T, T), 1) for x in xs)):
         o, S = method(enter(*(x.to(S.dtype) for x in piece)), S)
         outputs.append(leave(o).to(dtype))
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0].contiguous(), S
 
 
 def by_sequence(run, bounds, xs, S):
-    """Run each packed sequence from its own state."""
-    outputs, states = [xs[2][:, :0]], [S[:0]]
+    """Run each packed sequence from its own state, and before them a sequence of no tokens: there may be no other."""
+    outputs, states = ([x] for x in run([x[:, :0] for x in xs], S[:0]))
     for n, (start, stop) in enumerate(zip(bounds, bounds[1:])):
         o, S_n = run([x[:, start:stop] for x in xs], S[n : n + 1])
         outputs.append(o)
@@ -133,10 +133,14 @@ def full_precision(x):
 
 
 def overwrite(state, new):
-    """Copy a new state into the memory of the old one."""
-    for old, x in zip(state, new) if isinstance(new, tuple) else [(state, new)]:
+    """Copy a new state into the memory of the old one, if all of it has the right dtype."""
+    several = isinstance(new, tuple)
+    pairs = list(zip(state, new)) if several else [(state, new)]
+    for i, (old, x) in enumerate(pairs):
         if old.dtype != x.dtype:
-            raise ValueError(f"`state`: got dtype {old.dtype}, expected {x.dtype} to be updated in place")
+            name = f"state[{i}]" if several else "state"
+            raise ValueError(f"`{name}`: got dtype {old.dtype}, expected {x.dtype} to be updated in place")
+    for old, x in pairs:
         old.copy_(x)
     return state
 
@@ -163,7 +167,7 @@ class Operator:
     def chunkwise(
         self, q, k, v, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, chunk_size=64, **named
     ):
-        validate.count("chunk_size", chunk_size)
+        chunk_size = validate.count("chunk_size", chunk_size)
         method = partial(by_block, self.intra, self.inter, chunk_size)
         segment = max(SEGMENT // chunk_size, 1) * chunk_size
         return self._run(method, segment, q, k, v, named, scale, initial_state, output_final_state, cu_seqlens)
@@ -176,7 +180,7 @@ class Operator:
         if state is None:
             raise TypeError("`state`: got nothing (None), expected the state that a form returned, or zeros")
         sizes.bind("N", sizes["B"], "`q_t`")
-        S = space.state_in(state, sizes, q_t, name="state")
+        S = space.state_in(state, sizes, ("q_t", q_t), name="state")
         enter = partial(self._enter, space, space.scale(scale, sizes["K"]), sizes["HV"])
         with full_precision(q_t):
             o, S = self.update(*enter(*(x.to(S.dtype) for x in (q_t, k_t, v_t, *gates))), S)
@@ -188,7 +192,7 @@ class Operator:
         validate.flag("output_final_state", output_final_state)
         bounds = None if cu_seqlens is None else validate.sequence_bounds(cu_seqlens, sizes, q.device)
         sizes.bind("N", *((sizes["B"], "`q`") if bounds is None else (len(bounds) - 1, "`cu_seqlens`")))
-        S = space.state_in(initial_state, sizes, q)
+        S = space.state_in(initial_state, sizes, ("q", q))
         enter = partial(self._enter, space, space.scale(scale, sizes["K"]), sizes["HV"])
         run = partial(by_segment, method, enter, space.leave, segment)
         with full_precision(q):

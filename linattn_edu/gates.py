@@ -85,11 +85,11 @@ def kda_bounded_decay(x, A_log, dt_bias, *, lower_bound=-5.0):
 
     Source: the official code of FlashKDA (2026) and FLA's `safe_gate`; not in the paper of 2025.
     """
-    validate.number("lower_bound", lower_bound)
-    if lower_bound >= 0:
+    bound = validate.number("lower_bound", lower_bound)
+    if bound >= 0:
         raise ValueError(f"`lower_bound`: got {lower_bound}, expected a number below 0")
     x, A_log, dt_bias = _upcast(x, A_log, dt_bias, "HV K")
-    return lower_bound * torch.sigmoid(A_log.exp()[:, None] * (x + dt_bias))
+    return bound * torch.sigmoid(A_log.exp()[:, None] * (x + dt_bias))
 
 
 @validate.named
@@ -111,7 +111,7 @@ def gla_decay(x, *, tau=16.0):
 
     Source: Yang et al. 2024 (2312.06635), section 4.4.
     """
-    validate.number("tau", tau, positive=True)
+    tau = validate.number("tau", tau, positive=True)
     return F.logsigmoid(_floating(x)) / tau
 
 
@@ -141,7 +141,7 @@ def write_strength(x, *, negative_eigenvalues=False):
 
 
 def _floating(x):
-    validate.floating_tensor("x", x, " ".join(f"x{i}" for i in range(getattr(x, "ndim", 0))), Sizes())
+    validate.floating("x", x)
     return x.to(computing_dtype(x))
 
 

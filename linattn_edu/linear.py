@@ -47,8 +47,9 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
 
     def __init__(self, *, feature_map="elu1", normalize=True, eps=1e-6):
         validate.flag("normalize", normalize)
-        validate.number("eps", eps)
-        self.phi, self.normalize, self.eps = named_feature_map(feature_map), normalize, eps
+        self.phi, self.normalize, self.eps = named_feature_map(feature_map), normalize, validate.number("eps", eps)
+        if self.eps < 0:
+            raise ValueError(f"`eps`: got {eps}, expected a number of at least 0")
 
     def scale(self, scale, K):
         if not self.normalize:
@@ -74,7 +75,8 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
     def leave(self, o):
         return o[..., :-1] / (o[..., -1:] + self.eps) if self.normalize else o
 
-    def state_in(self, state, sizes, q, name="initial_state"):
+    def state_in(self, state, sizes, like, name="initial_state"):
+        _, q = like
         with torch.no_grad():
             one_token = q.new_zeros(1, *[1] * (q.dim() - 3), sizes["H"], sizes["K"], dtype=computing_dtype(q))
             sizes.bind("D", self.features(one_token, "k").shape[-1], "`feature_map`")
@@ -82,13 +84,13 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
         if state is None:
             return q.new_zeros([*width[:-1], width[-1] + self.normalize], dtype=computing_dtype(q))
         if not self.normalize:
-            validate.floating_tensor(name, state, "N HV D V", sizes, like=("q", q))
+            validate.floating_tensor(name, state, "N HV D V", sizes, like=like)
             return state.to(computing_dtype(q))
         if not isinstance(state, tuple) or len(state) != 2:
             raise TypeError(f"`{name}`: got {validate.describe(state)}, expected the tuple (S, z)")
         S, z = state
-        validate.floating_tensor(f"{name}[0]", S, "N HV D V", sizes, like=("q", q))
-        validate.floating_tensor(f"{name}[1]", z, "N HV D", sizes, like=("q", q))
+        validate.floating_tensor(f"{name}[0]", S, "N HV D V", sizes, like=like)
+        validate.floating_tensor(f"{name}[1]", z, "N HV D", sizes, like=like)
         return torch.cat([S.to(computing_dtype(q)), z.to(computing_dtype(q))[..., None]], -1)
 
     def state_out(self, S):

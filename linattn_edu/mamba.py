@@ -69,7 +69,7 @@ def by_scan(A, hold, xs, h):
     C, B, u, delta = xs
     decay, write = transition(A, hold, B, u, delta)
     states = scan(decay, torch.cat([decay[:, :1] * h[:, None] + write[:, :1], write[:, 1:]], 1))
-    return read(states.mT, C), states[:, -1]
+    return read(states.mT, C), states[:, -1].clone()  # or the last state would hold the memory of all
 
 
 def by_chunk(A, hold, size, xs, h):
@@ -106,15 +106,16 @@ def _check(u, delta, A, B, C, D, discretization, mark="", T="T "):
     validate.floating_tensor(f"C{mark}", C, f"B {T}N", sizes, like=like, share_dtype=True)
     if D is not None:
         validate.floating_tensor("D", D, "D", sizes, like=like)
-    if discretization not in DISCRETIZATIONS:
+    if discretization not in tuple(DISCRETIZATIONS):
         raise ValueError(f"`discretization`: got {discretization!r}, expected one of {', '.join(DISCRETIZATIONS)}")
     return sizes
 
 
-def _state_in(name, state, sizes, u):
+def _state_in(name, state, sizes, like):
+    _, u = like
     if state is None:
         return u.new_zeros(sizes["B"], sizes["D"], sizes["N"], dtype=computing_dtype(u))
-    validate.floating_tensor(name, state, "B D N", sizes, like=("u", u))
+    validate.floating_tensor(name, state, "B D N", sizes, like=like)
     return state.to(computing_dtype(u))
 
 
@@ -122,7 +123,7 @@ def _run(method, segment, u, delta, A, B, C, D, initial_state, output_final_stat
     """`method(A, hold, xs, h)`, segment by segment, and the term D u."""
     sizes = _check(u, delta, A, B, C, D, discretization)
     validate.flag("output_final_state", output_final_state)
-    h = _state_in("initial_state", initial_state, sizes, u)
+    h = _state_in("initial_state", initial_state, sizes, ("u", u))
     A, D = A.to(h.dtype), A.new_zeros(1, dtype=h.dtype) if D is None else D.to(h.dtype)
     if u.shape[1] == 0:
         h = h + A[:0].sum() + D[:0].sum()  # 0, and part of their graph
@@ -188,7 +189,7 @@ def chunkwise(
     u, delta, A, B, C, *, D=None, initial_state=None, output_final_state=False, discretization="euler", chunk_size=64
 ):
     """`chunk_size` steps in all chunks at once, then one step a chunk: T / C + C dependent steps in place of T."""
-    validate.count("chunk_size", chunk_size)
+    chunk_size = validate.count("chunk_size", chunk_size)
 
     def method(A, hold, xs, h):
         return by_chunk(A, hold, chunk_size, xs, h)
@@ -242,7 +243,7 @@ def step(u_t, delta_t, A, B_t, C_t, state, *, D=None, discretization="euler", in
     validate.flag("inplace", inplace)
     if state is None:
         raise TypeError("`state`: got nothing (None), expected the state that a form returned, or zeros")
-    h = _state_in("state", state, sizes, u_t)
+    h = _state_in("state", state, sizes, ("u_t", u_t))
     with full_precision(u_t):
         A, C, B, u, delta = (x.to(h.dtype) for x in (A, C_t, B_t, u_t, delta_t))
         y, h = update(A, DISCRETIZATIONS[discretization], C, B, u, delta, h)

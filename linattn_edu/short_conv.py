@@ -82,7 +82,7 @@ def _check(x, weight, bias, activation, name, T):
     sizes.bind("W-1", sizes["W"] - 1, "`weight`")
     if bias is not None:
         validate.floating_tensor("bias", bias, "D", sizes, like=like)
-    if activation not in ACTIVATIONS:
+    if activation not in tuple(ACTIVATIONS):
         raise ValueError(f"`activation`: got {activation!r}, expected None or 'silu'")
     return sizes
 

@@ -83,17 +83,18 @@ def _check(q, k, v, scale, mark="", T="T "):
     validate.floating_tensor(f"k{mark}", k, f"B {T}H K", sizes, like=like, share_dtype=True)
     validate.floating_tensor(f"v{mark}", v, f"B {T}H V", sizes, like=like, share_dtype=True)
     validate.head_ratio("HQ", "H", sizes, f"q{mark}")
-    if scale is not None:
-        validate.number("scale", scale)
-    return sizes, sizes["K"] ** -0.5 if scale is None else scale
+    return sizes, sizes["K"] ** -0.5 if scale is None else validate.number("scale", scale)
 
 
-def _extended(state, k, v, sizes, q, name):
-    """Check the KV cache and append the new keys and values."""
+def _check_cache(state, sizes, like, name):
     if not isinstance(state, tuple) or len(state) != 2:
         raise TypeError(f"`{name}`: got {validate.describe(state)}, expected the tuple (k, v)")
-    validate.floating_tensor(f"{name}[0]", state[0], "B L H K", sizes, like=("q", q), share_dtype=True)
-    validate.floating_tensor(f"{name}[1]", state[1], "B L H V", sizes, like=("q", q), share_dtype=True)
+    validate.floating_tensor(f"{name}[0]", state[0], "B L H K", sizes, like=like, share_dtype=True)
+    validate.floating_tensor(f"{name}[1]", state[1], "B L H V", sizes, like=like, share_dtype=True)
+
+
+def _extended(state, k, v):
+    """The KV cache with the new keys and values appended."""
     return torch.cat([state[0], k], 1), torch.cat([state[1], v], 1)
 
 
@@ -104,14 +105,17 @@ def _heads(attend, q, k, v):
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + nothing
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) if group > 1 else x for x in (k, v))
-    return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).contiguous()
 
 
 def _run(attend, q, k, v, causal, scale, initial_state, output_final_state, cu_seqlens, upcast=True):
     sizes, scale = _check(q, k, v, scale)
     validate.flag("causal", causal)
     validate.flag("output_final_state", output_final_state)
-    keys, values = (k, v) if initial_state is None else _extended(initial_state, k, v, sizes, q, "initial_state")
+    keys, values = k, v
+    if initial_state is not None:
+        _check_cache(initial_state, sizes, ("q", q), "initial_state")
+        keys, values = _extended(initial_state, k, v)
     bounds = None
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:
@@ -179,8 +183,7 @@ def chunkwise(
     q, k, v, *, causal=True, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, chunk_size=64
 ):
     """The online softmax over blocks of `chunk_size` keys: the same sums, O(T) memory (see `attend_online`)."""
-    validate.count("chunk_size", chunk_size)
-    attend = partial(attend_online, C=chunk_size)
+    attend = partial(attend_online, C=validate.count("chunk_size", chunk_size))
     return _run(attend, q, k, v, causal, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -210,9 +213,8 @@ def step(q_t, k_t, v_t, state, *, scale=None):
         ValueError: a wrong shape, dtype, device, head ratio or value.
         TypeError: an argument that is missing, or is no tensor or number.
     """
-    _check(q_t, k_t, v_t, scale, "_t", "")
+    sizes, _ = _check(q_t, k_t, v_t, scale, "_t", "")
+    _check_cache(state, sizes, ("q_t", q_t), "state")
     q, k, v = (x[:, None] for x in (q_t, k_t, v_t))
-    sizes, _ = _check(q, k, v, scale)
-    _extended(state, k, v, sizes, q, "state")
     o, state = _run(attend_at_once, q, k, v, True, scale, state, True, None)
     return o[:, 0], state

@@ -40,6 +40,14 @@ class Sizes:
         return f"[{', '.join(letters)}]" + (" with " + ", ".join(given) if given else "")
 
 
+def floating(name, x):
+    """Check that `x` is a floating tensor, of whatever shape."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a tensor")
+    if not x.is_floating_point():
+        raise ValueError(f"`{name}`: got dtype {x.dtype}, expected a floating dtype")
+
+
 def floating_tensor(name, x, axes, sizes, *, like=None, share_dtype=False):
     """Check that `x` is a floating tensor whose axes are the letters of `axes` ("B T H K"), and bind new letters.
 
@@ -48,8 +56,7 @@ def floating_tensor(name, x, axes, sizes, *, like=None, share_dtype=False):
     letters = axes.split()
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"`{name}`: got {describe(x)}, expected a tensor {sizes.describe(letters)}")
-    if not x.is_floating_point():
-        raise ValueError(f"`{name}`: got dtype {x.dtype}, expected a floating dtype")
+    floating(name, x)
     if not sizes.fits(x.shape, letters):
         raise ValueError(
             f"`{name}`: got shape {list(x.shape)}, expected {sizes.describe(letters)}{_layout_hint(x, letters, sizes)}"
@@ -85,17 +92,25 @@ def head_ratio(many, few, sizes, name):
 
 
 def number(name, x, *, positive=False):
+    """Check that `x` is a finite number, and return it as a float, which torch takes where it takes no other kind."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"`{name}`: got {describe(x)}, expected a number")
-    if not math.isfinite(x) or (positive and x <= 0):
-        raise ValueError(f"`{name}`: got {x}, expected a finite{' positive' if positive else ''} number")
+    try:
+        value = float(x)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"`{name}`: got {x!s:.40}, expected a finite{' positive' if positive else ''} number")
+    return value
 
 
 def count(name, x):
+    """Check that `x` is a whole number of at least 1, and return it as an int."""
     if isinstance(x, bool) or not isinstance(x, Integral):
         raise TypeError(f"`{name}`: got {describe(x)}, expected a whole number of at least 1")
     if x < 1:
         raise ValueError(f"`{name}`: got {x}, expected a whole number of at least 1")
+    return int(x)
 
 
 def flag(name, x):
@@ -157,115 +172,6 @@ def named(function):
         return function(**arguments(title, signature, args, kwargs))
 
     return checked
-
-
-def describe(self, letters):
-        """`[B, T, HV, V] with B = 2 and T = 7 as in `q``, for the letters that are already bound."""
-        known = {}
-        for letter in letters:
-            if letter in self._bound:
-                size, origin = self._bound[letter]
-                known.setdefault(origin, []).append(f"{letter} = {size}")
-        given = [" and ".join(pairs) + f" as in {origin}" for origin, pairs in known.items()]
-        return f"[{', '.join(letters)}]" + (" with " + ", ".join(given) if given else "")
-
-
-def floating_tensor(name, x, axes, sizes, *, like=None, share_dtype=False):
-    """Check that `x` is a floating tensor whose axes are the letters of `axes` ("B T H K"), and bind new letters.
-
-    `like` is a pair (name, tensor) whose device, and with `share_dtype` also its dtype, `x` must share.
-    """
-    letters = axes.split()
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"`{name}`: got {describe(x)}, expected a tensor {sizes.describe(letters)}")
-    if not x.is_floating_point():
-        raise ValueError(f"`{name}`: got dtype {x.dtype}, expected a floating dtype")
-    if not sizes.fits(x.shape, letters):
-        raise ValueError(
-            f"`{name}`: got shape {list(x.shape)}, expected {sizes.describe(letters)}{_layout_hint(x, letters, sizes)}"
-        )
-    for letter, size in zip(letters, x.shape):
-        if letter not in sizes._bound:
-            if size == 0 and letter not in ("B", "T", "N", "L"):
-                raise ValueError(f"`{name}`: got shape {list(x.shape)}, expected {letter} of at least 1")
-            sizes.bind(letter, size, f"`{name}`")
-    if like is not None:
-        other, reference = like
-        if x.device != reference.device:
-            raise ValueError(f"`{name}`: got device {x.device}, expected {reference.device} as in `{other}`")
-        if share_dtype and x.dtype != reference.dtype:
-            raise ValueError(f"`{name}`: got dtype {x.dtype}, expected {reference.dtype} as in `{other}`")
-
-
-def _layout_hint(x, letters, sizes):
-    """Name the usual slip, heads before tokens, where swapping the two axes would fit."""
-    if x.dim() < 3 or "T" not in letters:
-        return ""
-    swapped = [x.shape[0], x.shape[2], x.shape[1], *x.shape[3:]]
-    if not sizes.fits(swapped, letters):
-        return ""
-    heads = letters[2]
-    return f"; this tensor or the first one seems to have heads before tokens ([B, {heads}, T, ...]): transpose(1, 2)"
-
-
-def head_ratio(many, few, sizes, name):
-    """Check that heads of kind `many` share those of kind `few` in equal groups."""
-    if sizes[many] % sizes[few]:
-        raise ValueError(f"`{name}`: got {many} = {sizes[many]} heads, expected a multiple of {few} = {sizes[few]}")
-
-
-def number(name, x, *, positive=False):
-    if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(f"`{name}`: got {describe(x)}, expected a number")
-    if not math.isfinite(x) or (positive and x <= 0):
-        raise ValueError(f"`{name}`: got {x}, expected a finite{' positive' if positive else ''} number")
-
-
-def count(name, x):
-    if isinstance(x, bool) or not isinstance(x, Integral):
-        raise TypeError(f"`{name}`: got {describe(x)}, expected a whole number of at least 1")
-    if x < 1:
-        raise ValueError(f"`{name}`: got {x}, expected a whole number of at least 1")
-
-
-def flag(name, x):
-    if not isinstance(x, bool):
-        raise TypeError(f"`{name}`: got {describe(x)}, expected True or False")
-
-
-def sequence_bounds(cu_seqlens, sizes, device):
-    """Check `cu_seqlens` and return it as a list of N + 1 token positions."""
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"`cu_seqlens`: got {describe(cu_seqlens)}, expected an integer tensor [N+1]")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"`cu_seqlens`: got dtype {cu_seqlens.dtype}, expected torch.int32 or torch.int64")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"`cu_seqlens`: got shape {list(cu_seqlens.shape)}, expected [N+1]")
-    if cu_seqlens.device.type != "cpu" and cu_seqlens.device != device:
-        raise ValueError(f"`cu_seqlens`: got device {cu_seqlens.device}, expected cpu or {device} as in `q`")
-    if sizes["B"] != 1:
-        raise ValueError(f"`cu_seqlens`: got B = {sizes['B']}, expected B = 1: packed sequences share one row")
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != sizes["T"] or any(a > b for a, b in zip(bounds, bounds[1:])):
-        raise ValueError(
-            f"`cu_seqlens`: got {bounds if len(bounds) <= 8 else f'{bounds[:4]} ... {bounds[-2:]}'}, "
-            f"expected positions that start at 0, never decrease and end at T = {sizes['T']}"
-        )
-    return bounds
-
-
-def names(function, given, expected):
-    """Check the keyword arguments of `function`: `expected` maps each name to whether it may be left out."""
-    for name in given:
-        if name not in expected:
-            raise TypeError(f"{function}() got an unexpected argument `{name}`, expected {_listed(expected)}")
-    for name, optional in expected.items():
-        if not optional and name not in given:
-            raise TypeError(f"{function}() got no argument `{name}`, expected {_listed(expected)}")
-
-
-def _listed(expected):
-    return ", ".join(f"`{name}`" for name in expected)
 
 
 def describe(x):
