@@ -30,7 +30,7 @@ def relu2(x):
 
 
 def exp(x):
-    """exp(x) per channel: sum_i exp(q_i + k_i), which is not exp(q^T k); overflows in float32 from x = 88.7."""
+    """exp(x) per channel: sum_i exp(q_i + k_i), which is not exp(q^T k); overflows in float32 beyond x = 88.7."""
     return torch.exp(x)
 
 
