@@ -42,7 +42,9 @@ def document(name, operator, signature):
         ]
         returns = f"o {axes('B T HV V')} in the dtype of v, and the last state or None."
     if "chunk_size" in signature.parameters:
-        arguments.append("chunk_size: tokens a block.")
+        arguments.append("chunk_size: tokens a block" + ("; for the kernels a hint." if name == "fused" else "."))
+    if "backend" in signature.parameters:
+        arguments.append("backend: 'triton' insists on the kernels, 'torch' on `chunkwise`; None takes what serves here.")
     parts = [
         [SENTENCE[name]],
         *([inspect.cleandoc(f.__doc__)] for f in rule),

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from linattn_edu import validate
+from linattn_edu import kernels, validate
 from linattn_edu.docstrings import document
 from linattn_edu.validate import Sizes
 
@@ -33,6 +33,7 @@ class Plain:
 
     ABOUT = "scale: factor of the output, K ** -0.5 if None."
     STATE = "[N, HV, K, V], row i belongs to key channel i"
+    normalize = False
 
     def scale(self, scale, K):
         if scale is None:
@@ -44,6 +45,10 @@ class Plain:
 
     def leave(self, o):
         return o
+
+    def kernel_inputs(self, q, k, v):
+        """q, k and v as the kernels take them, which multiply by the scale themselves."""
+        return q, k, v
 
     def state_in(self, state, sizes, like, name="initial_state"):
         """The state as the one tensor that the formulas carry: checked and upcast, or zero. `like` is (name of q, q)."""
@@ -172,7 +177,39 @@ class Operator:
         segment = max(SEGMENT // chunk_size, 1) * chunk_size
         return self._run(method, segment, q, k, v, named, scale, initial_state, output_final_state, cu_seqlens)
 
-    fused = chunkwise
+    def fused(
+        self,
+        q,
+        k,
+        v,
+        *,
+        scale=None,
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=None,
+        chunk_size=64,
+        backend=None,
+        **named,
+    ):
+        validate.count("chunk_size", chunk_size)
+        if kernels.wanted(backend, q):
+            space, sizes, gates = self.check(q, k, v, named)
+            validate.flag("output_final_state", output_final_state)
+            N = sizes["B"] if cu_seqlens is None else validate.sequence_count(cu_seqlens, sizes, q.device)
+            sizes.bind("N", N, "`q`" if cu_seqlens is None else "`cu_seqlens`")
+            S = space.state_in(initial_state, sizes, ("q", q))
+            if kernels.serve(backend, q, *S.shape[-2:]):
+                scale = space.scale(scale, sizes["K"])
+                with torch.autocast(q.device.type, enabled=False):
+                    xs = space.kernel_inputs(q, k, v)
+                    gates = dict(zip(self.gates, gates))
+                    o, S = kernels.chunk(*xs, gates, S, cu_seqlens, scale, chunk_size, space.normalize)
+                    o = space.leave(o).to(v.dtype)
+                return o, space.state_out(S) if output_final_state else None
+        return self.chunkwise(
+            q, k, v, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, chunk_size=chunk_size, **named,
+        )  # fmt: skip
 
     def step(self, q_t, k_t, v_t, state, *, scale=None, inplace=False, **named):
         space, sizes, gates = self.check(q_t, k_t, v_t, named, T="")

@@ -15,6 +15,7 @@ import torch
 from linattn_edu import validate
 from linattn_edu.algebra import outer, read
 from linattn_edu.feature_maps import feature_map as named_feature_map
+from linattn_edu.feature_maps import identity
 from linattn_edu.forms import Operator, Plain, computing_dtype, full_precision, share_heads
 
 
@@ -74,6 +75,13 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
 
     def leave(self, o):
         return o[..., :-1] / (o[..., -1:] + self.eps) if self.normalize else o
+
+    def kernel_inputs(self, q, k, v):
+        """Features in bfloat16 for bfloat16 inputs; else in float32, since sums of features can pass float16's range."""
+        if self.phi is identity and not self.normalize:
+            return q, k, v
+        dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
+        return tuple(x.to(dtype) for x in self.enter(q.float(), k.float(), v.float(), 1))
 
     def state_in(self, state, sizes, like, name="initial_state"):
         _, q = like

@@ -118,8 +118,8 @@ def flag(name, x):
         raise TypeError(f"`{name}`: got {describe(x)}, expected True or False")
 
 
-def sequence_bounds(cu_seqlens, sizes, device):
-    """Check `cu_seqlens` and return it as a list of N + 1 token positions."""
+def sequence_count(cu_seqlens, sizes, device):
+    """Check `cu_seqlens` and return N; the positions of a tensor on a GPU are not looked at, which would wait for it."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"`cu_seqlens`: got {describe(cu_seqlens)}, expected an integer tensor [N+1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -130,7 +130,18 @@ def sequence_bounds(cu_seqlens, sizes, device):
         raise ValueError(f"`cu_seqlens`: got device {cu_seqlens.device}, expected cpu or {device} as in `q`")
     if sizes["B"] != 1:
         raise ValueError(f"`cu_seqlens`: got B = {sizes['B']}, expected B = 1: packed sequences share one row")
-    bounds = cu_seqlens.tolist()
+    if cu_seqlens.device.type == "cpu":
+        _increasing(cu_seqlens.tolist(), sizes)
+    return len(cu_seqlens) - 1
+
+
+def sequence_bounds(cu_seqlens, sizes, device):
+    """Check `cu_seqlens` and return it as a list of N + 1 token positions."""
+    sequence_count(cu_seqlens, sizes, device)
+    return _increasing(cu_seqlens.tolist(), sizes)
+
+
+def _increasing(bounds, sizes):
     if bounds[0] != 0 or bounds[-1] != sizes["T"] or any(a > b for a, b in zip(bounds, bounds[1:])):
         raise ValueError(
             f"`cu_seqlens`: got {bounds if len(bounds) <= 8 else f'{bounds[:4]} ... {bounds[-2:]}'}, "

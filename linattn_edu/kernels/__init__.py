@@ -1,0 +1,96 @@
+"""Triton kernels behind `fused`: one family for every variant with q, k, v.
+
+A compile-time switch says which gate there is (none, scalar, channel), another whether the delta rule erases. Five
+kernels make a training step: `intra` and `inter` forward, `inter_backward`, `state_backward` and `intra_backward` back.
+This module imports no Triton: the kernels are loaded at their first call, so that the package works without.
+"""
+
+import functools
+import os
+import sys
+
+import torch
+
+MOST_K, MOST_V, MOST_K_BEFORE_AMPERE = 256, 513, 128
+"""Widths of features and values that the kernels take; a normaliser is one value channel more, hence 513."""
+
+ADVICE = {
+    "missing": "Triton is not installed: pip install triton (Linux), or backend='torch'",
+    "late": "TRITON_INTERPRET was set after Triton's first import: restart Python and set it first",
+    "no-gpu": "no CUDA device: backend='torch', or set TRITON_INTERPRET=1 before Python starts to run the kernels on the CPU",
+}
+
+
+@functools.cache
+def _mode(triton_imported, interpret):
+    from linattn_edu.doctor import triton_mode
+
+    return triton_mode()
+
+
+@torch.compiler.assume_constant_result
+def mode():
+    """How kernels run in this process, in the words of `doctor.triton_mode`; asked again only if that may have changed."""
+    return _mode("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
+
+
+@functools.cache
+def capability_of(device):
+    return torch.cuda.get_device_capability(device)
+
+
+def obstacle(q, K, V):
+    """Why the kernels cannot take queries like `q` with K features and V value channels, with advice; None if they can."""
+    how = mode()
+    if how in ADVICE:
+        return ADVICE[how]
+    if q.dtype == torch.float64:
+        return "float64 is computed in PyTorch: backend='torch'"
+    if how == "gpu" and not q.is_cuda:
+        return f"the tensors are on the {q.device.type}: move them to the CUDA device, or backend='torch'"
+    if how == "interpret" and q.is_cuda:
+        return "under TRITON_INTERPRET=1 kernels run on CPU tensors alone: restart Python without it"
+    before_ampere = q.is_cuda and capability_of(q.device) < (8, 0)
+    if before_ampere and q.dtype == torch.bfloat16:
+        return "bfloat16 needs compute capability 8.0 (A100, L4 or newer): use float16 or float32, or backend='torch'"
+    most_K = MOST_K_BEFORE_AMPERE if before_ampere else MOST_K
+    if K > most_K or V > MOST_V:
+        return f"the kernels serve K <= {most_K} and V <= {MOST_V - 1} here, got K = {K} and V = {V}: backend='torch'"
+    return None
+
+
+def wanted(backend, q):
+    """Whether to try the kernels: always if asked for, else where a CUDA device or the interpreter could run them."""
+    if backend not in (None, "triton", "torch"):
+        raise ValueError(f"`backend`: got {backend!r}, expected None, 'triton' or 'torch'")
+    return backend == "triton" or (backend is None and isinstance(q, torch.Tensor) and (q.is_cuda or mode() == "interpret"))
+
+
+def serve(backend, q, K, V):
+    """Whether the kernels can take the call; if they are asked for and cannot, this raises and says what to do."""
+    reason = obstacle(q, K, V)
+    if backend == "triton" and reason is not None:
+        raise ValueError(f"`backend`: got 'triton', but {reason}")
+    return reason is None and 0 not in q.shape
+
+
+def chunk(q, k, v, gates, initial_state, cu_seqlens, scale, chunk_size, float_output):
+    """The kernels on checked arguments: o in the dtype of v or float32, and the last state, all differentiable."""
+    from linattn_edu.kernels.op import chunk_forward
+
+    if mode() == "interpret" and q.dtype == torch.bfloat16:  # the interpreter cannot multiply bfloat16
+        q, k, v = q.float(), k.float(), v.float()
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device, torch.int64).contiguous()
+    g, beta = (gates[name].float().contiguous() if name in gates else None for name in ("g", "beta"))
+    tensors = [q.contiguous(), k.contiguous(), v.contiguous(), g, beta, initial_state.contiguous()]
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    o, last, *_ = chunk_forward(*tensors, cu_seqlens, float(scale), chunk_size, save, float_output)
+    return o, last
+
+
+def compile_all(capability, dtypes=None, **more):
+    """Compile every kernel for a GPU that need not be there; see `kernels.compiling.compile_all`."""
+    from linattn_edu.kernels.compiling import compile_all
+
+    return compile_all(capability, dtypes, **more)

@@ -1,0 +1,141 @@
+"""The kernels in Triton's interpreter, in a process of their own: tests/test_kernels.py runs this file.
+
+TRITON_INTERPRET counts only if it is set before Triton is first imported, and then for the whole process.
+"""
+
+import pytest
+import torch
+from operators import CASES, REGIMES_OF, inputs, leaves, tensors, tree_map, with_gradients
+
+from linattn_edu import decay
+from linattn_edu.kernels import mode
+
+NAMES = list(CASES)
+
+
+def test_the_interpreter_runs():
+    assert mode() == "interpret"
+
+
+def outputs_and_gradients(form, arguments, **more):
+    arguments = with_gradients(arguments)
+    o, state = form(**arguments, output_final_state=True, **more)
+    draw = torch.Generator().manual_seed(1)
+    outputs = [o, *leaves(state)]
+    weights = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, tensors(arguments), weights)]
+
+
+def assert_kernels_are_recurrent(name, arguments, tolerance=1e-5, **more):
+    """fused in float32 against the recurrence in float64, relative to the largest entry of each tensor."""
+    module = CASES[name].module
+    low = {key: tree_map(lambda y: y.float() if torch.is_tensor(y) else y, x) for key, x in arguments.items()}
+    expected = outputs_and_gradients(module.recurrent, arguments, **{k: x for k, x in more.items() if k != "chunk_size"})
+    got = outputs_and_gradients(module.fused, low, backend="triton", **more)
+    for x, y in zip(got, expected, strict=True):
+        assert x.shape == y.shape and x.dtype == torch.float32
+        assert (x - y).abs().max() <= tolerance * max(y.abs().max().item(), 1e-3)
+
+
+@pytest.mark.parametrize("name, regime", REGIMES_OF)
+def test_kernels_are_recurrent(name, regime):
+    assert_kernels_are_recurrent(name, inputs(name, regime, B=1, T=70, H=1, HV=2, K=20, V=36))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_chunks_and_sequences(name):
+    for T in (1, 16, 37):
+        assert_kernels_are_recurrent(name, inputs(name, B=1, T=T, H=1, HV=1, K=5, V=7), chunk_size=16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grouped_heads_and_batches(name):
+    assert_kernels_are_recurrent(name, inputs(name, B=2, T=20, H=2, HV=4), chunk_size=16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences(name):
+    bounds = torch.tensor([0, 0, 1, 20, 20, 50, 50], dtype=torch.int32)
+    arguments = inputs(name, B=1, T=50, H=1, HV=2, N=6)
+    assert_kernels_are_recurrent(name, arguments, chunk_size=16, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("name", ["linear-plain", "gated_deltanet", "kda"])
+def test_several_tiles_of_channels(name):
+    assert_kernels_are_recurrent(name, inputs(name, B=1, T=20, H=1, HV=1, K=150, V=140), chunk_size=16)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "g" in CASES[name].gates])
+def test_very_strong_gates(name):
+    assert_kernels_are_recurrent(name, inputs(name, "very strong", B=1, T=37, H=1, HV=1))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "g" in CASES[name].gates])
+def test_a_reset_leaves_the_weak_gates_their_digits(name):
+    arguments = inputs(name, "weak", B=1, T=37, H=1, HV=1)
+    arguments["g"][:, 5] = -1e4
+    assert_kernels_are_recurrent(name, arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "beta" in CASES[name].gates])
+def test_reflections_and_like_keys(name):
+    arguments = inputs(name, B=1, T=70, H=1, HV=1, beta_max=2.0)
+    arguments["k"] = torch.nn.functional.normalize(arguments["k"][:, :1] + 0.3 * arguments["k"], dim=-1)
+    assert_kernels_are_recurrent(name, arguments, tolerance=1e-4)
+
+
+def test_one_constant_gate_a_head():
+    arguments = inputs("decay", B=1, T=37)
+    arguments["g"] = decay.retnet_log_decay(4, dtype=torch.float64)
+    assert_kernels_are_recurrent("decay", arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_give_the_same_bits(name):
+    arguments = inputs(name, dtype=torch.float32, B=1)
+    first, second = (outputs_and_gradients(CASES[name].module.fused, arguments) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_low_precision_and_strides(name):
+    arguments = inputs(name, B=1, T=20)
+    for dtype in (torch.float16, torch.bfloat16):
+        low = {key: x.to(dtype) if key in "qkv" else x for key, x in arguments.items()}
+        low["q"] = low["q"].repeat_interleave(2, -1)[..., ::2]
+        o, state = CASES[name].module.fused(**low, output_final_state=True, backend="triton")
+        exact, last = CASES[name].module.recurrent(**low, output_final_state=True)
+        assert o.dtype == dtype and all(x.dtype == torch.float32 for x in leaves(state))
+        torch.testing.assert_close(o, exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
+        digits = 1e-2 if dtype == torch.bfloat16 else 1e-5  # features of bfloat16 inputs are rounded to bfloat16
+        for x, y in zip(leaves(state), leaves(last)):
+            torch.testing.assert_close(x, y.float(), rtol=digits, atol=digits * y.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["linear", "decay", "kda"])
+def test_torch_compile_takes_the_kernels_whole(name):
+    arguments = inputs(name, B=1, T=20, H=1, HV=2, dtype=torch.float32)
+    module = CASES[name].module
+
+    def fused(**arguments):
+        return module.fused(**arguments, output_final_state=True, backend="triton")
+
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    for x, y in zip(outputs(compiled, arguments), outputs(fused, arguments), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def outputs(function, arguments):
+    arguments = with_gradients(arguments)
+    o, state = function(**arguments)
+    loss = sum(x.square().sum() for x in [o, *leaves(state)])
+    return [o, *leaves(state), *torch.autograd.grad(loss, tensors(arguments))]
+
+
+def test_float64_and_sizes_beyond_the_kernels_are_refused_with_advice():
+    with pytest.raises(ValueError, match="`backend`: got 'triton', but float64 is computed in PyTorch: backend='torch'"):
+        decay.fused(**inputs("decay"), backend="triton")
+    wide = inputs("decay", B=1, T=3, H=1, HV=1, K=257, dtype=torch.float32)
+    with pytest.raises(ValueError, match="the kernels serve K <= 256 and V <= 512 here, got K = 257"):
+        decay.fused(**wide, backend="triton")
+    assert torch.equal(decay.fused(**wide)[0], decay.chunkwise(**wide)[0])

@@ -1,0 +1,63 @@
+"""The kernels without a GPU: interpreted in a process of their own, and compiled for every GPU a reader may have."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from operators import CASES, inputs
+
+from linattn_edu import kernels
+
+WITHOUT_TRITON = pytest.mark.skipif(kernels.mode() == "missing", reason="no Triton on this system")
+
+
+@WITHOUT_TRITON
+def test_kernels_in_the_interpreter(root):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_gpu_fused_is_chunkwise_and_the_kernels_say_why(name):
+    if kernels.mode() in ("gpu", "interpret"):
+        pytest.skip("the kernels run here")
+    arguments = inputs(name, dtype=torch.float32)
+    module = CASES[name].module
+    for backend in (None, "torch"):
+        assert torch.equal(module.fused(**arguments, backend=backend)[0], module.chunkwise(**arguments)[0])
+    with pytest.raises(ValueError, match="`backend`: got 'triton', but (no CUDA device|Triton is not installed)"):
+        module.fused(**arguments, backend="triton")
+    with pytest.raises(ValueError, match="`backend`: got 'cuda', expected None, 'triton' or 'torch'"):
+        module.fused(**arguments, backend="cuda")
+
+
+# A gate of each kind and both rules, in the dtype that the device is used with; `compile_all` alone makes all of them.
+DEVICES = {(7, 5): torch.float16, (8, 0): torch.bfloat16, (8, 6): torch.bfloat16, (8, 9): torch.float32, (9, 0): torch.bfloat16, (10, 0): torch.bfloat16}
+
+
+@WITHOUT_TRITON
+@pytest.mark.parametrize("capability", DEVICES)
+def test_kernels_fit_the_device(root, tmp_path, capability):
+    program = (
+        "import torch; from linattn_edu.kernels.compiling import compile_all, SHARED_LIMIT\n"
+        f"records = compile_all({capability}, [{DEVICES[capability]}], variants=[('none', False), ('channel', True)])\n"
+        "assert len(records) == 10\n"
+        "for r in records:\n"
+        f"    assert 0 < r.shared_bytes <= SHARED_LIMIT[{capability}], r\n"
+        "    assert r.registers > 0 and r.spilled_bytes <= 2048, r\n"
+    )
+    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@WITHOUT_TRITON
+def test_bfloat16_on_a_t4_is_refused(root):
+    program = "import torch, linattn_edu.kernels as k; k.compile_all((7, 5), [torch.bfloat16])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert "bfloat16 needs compute capability 8.0" in done.stderr
