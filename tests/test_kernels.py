@@ -37,7 +37,14 @@ def test_without_a_gpu_fused_is_chunkwise_and_the_kernels_say_why(name):
 
 
 # A gate of each kind and both rules, in the dtype that the device is used with; `compile_all` alone makes all of them.
-DEVICES = {(7, 5): torch.float16, (8, 0): torch.bfloat16, (8, 6): torch.bfloat16, (8, 9): torch.float32, (9, 0): torch.bfloat16, (10, 0): torch.bfloat16}
+DEVICES = {
+    (7, 5): torch.float16,
+    (8, 0): torch.bfloat16,
+    (8, 6): torch.bfloat16,
+    (8, 9): torch.float32,
+    (9, 0): torch.bfloat16,
+    (10, 0): torch.bfloat16,
+}
 
 
 @WITHOUT_TRITON

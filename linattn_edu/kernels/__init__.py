@@ -7,7 +7,6 @@ This module imports no Triton: the kernels are loaded at their first call, so th
 
 import functools
 import os
-import sys
 
 import torch
 
@@ -21,17 +20,11 @@ ADVICE = {
 }
 
 
-@functools.cache
-def _mode(triton_imported, interpret):
-    from linattn_edu.doctor import triton_mode
-
-    return triton_mode()
-
-
-@torch.compiler.assume_constant_result
 def mode():
-    """How kernels run in this process, in the words of `doctor.triton_mode`; asked again only if that may have changed."""
-    return _mode("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
+    """How kernels run in this process, in the words of `doctor.triton_mode`."""
+    from linattn_edu.kernels.probe import mode
+
+    return mode()
 
 
 @functools.cache
@@ -63,7 +56,9 @@ def wanted(backend, q):
     """Whether to try the kernels: always if asked for, else where a CUDA device or the interpreter could run them."""
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"`backend`: got {backend!r}, expected None, 'triton' or 'torch'")
-    return backend == "triton" or (backend is None and isinstance(q, torch.Tensor) and (q.is_cuda or mode() == "interpret"))
+    if backend is not None or not isinstance(q, torch.Tensor):
+        return backend == "triton"
+    return q.is_cuda or ("TRITON_INTERPRET" in os.environ and mode() == "interpret")
 
 
 def serve(backend, q, K, V):

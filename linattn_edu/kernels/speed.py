@@ -66,7 +66,7 @@ def main(path):
     with open(path, "w", newline="") as file:
         file.write(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, ")
         file.write(f"linattn_edu {linattn_edu.__version__}, {datetime.date.today()}\n")
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows(table)
     for row in table:

@@ -97,7 +97,7 @@ def write(path, rows):
     with open(path, "w", newline="") as file:
         file.write(f"# {device}, torch {torch.__version__}, triton {triton.__version__}, linattn_edu {linattn_edu.__version__}, ")
         file.write(f"{datetime.date.today()}; relative errors in the Frobenius norm against float64\n")
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows(rows)
     worst = {}
