@@ -40,8 +40,9 @@ def decay_matrix(g):
     Each entry has a sum of its own, for the reason given in `to_end`. No exponent is positive.
     """
     C = g.shape[-1]
-    later = g.new_ones(C, C).tril(-1)  # 1 where token i comes after token j
-    return (g[..., None] * later).cumsum(-2).exp().tril()
+    lower = g.new_ones(C, C).tril()
+    later = lower.tril(-1)  # 1 where token i comes after token j
+    return (g[..., None] * later).cumsum(-2).exp() * lower
 
 
 def channel_scores(q, k, g):
@@ -108,4 +109,7 @@ def solve_unit_lower(A, *right):
     Row i is X_i - sum_{j<i} A_ij (row j), no inverse is formed. The series I - A + A^2 - ... and its doubling
     (I - A)(I + A^2)(I + A^4)... end too, since A^C = 0, but their terms grow far beyond the sum where keys are alike.
     """
-    return tuple(torch.linalg.solve_triangular(A, X, upper=False, unitriangular=True) for X in right)
+    # X^T (I + A)^{-T}: solved from the right, so that the rows of X stay rows in memory.
+    return tuple(
+        torch.linalg.solve_triangular(A.mT, X.mT, upper=True, left=False, unitriangular=True).mT for X in right
+    )

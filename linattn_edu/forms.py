@@ -69,18 +69,18 @@ def computing_dtype(x):
 
 
 def fold(f, S, xs):
-    """Apply `(o, S) = f(*x, S)` along the first axis of the tensors `xs`; stack the outputs, keep the last state."""
+    """Apply `(o, S) = f(*x, S)` along the first axis of the tensors `xs`; return all outputs and the last state."""
     outputs = []
     for x in zip(*xs):
         o, S = f(*x, S)
         outputs.append(o)
-    return torch.stack(outputs), S
+    return outputs, S
 
 
 def by_token(update, xs, S):
     """Fold `update` over the tokens of `xs`, tensors `[B, T, HV, ...]`; the output is `[B, T, HV, V]`."""
     o, S = fold(update, S, [x.movedim(1, 0) for x in xs])
-    return o.movedim(0, 1), S
+    return torch.stack(o, 1), S
 
 
 def by_block(intra, inter, C, xs, S):
@@ -97,7 +97,7 @@ def by_block(intra, inter, C, xs, S):
         # [B, T, HV, ...] -> [blocks, B, HV, C, ...]
         blocks.append(padded.unflatten(1, (-1, C)).movedim(3, 1).movedim(2, 0).contiguous())
     o, S = fold(inter, S, intra(*blocks))
-    return o.movedim(0, 1).transpose(2, 3).flatten(1, 2)[:, :T], S
+    return torch.cat([x.transpose(1, 2) for x in o], 1)[:, :T], S
 
 
 def by_segment(method, enter, leave, segment, xs, S):

@@ -88,7 +88,8 @@ def by_chunk(A, hold, size, xs, h):
     C, delta = xs[0], xs[3]
     since_start = (delta.cumsum(2)[..., None] * A).exp()
     before, h = fold(_pass_on, h, [x.transpose(0, 1) for x in (since_start[:, :, -1], written)])
-    y = y + read((since_start * before.transpose(0, 1)[:, :, None]).mT, C)
+    before = torch.stack(before, 1)[:, :, None]
+    y = y + read((since_start * before).mT, C)
     return y.flatten(1, 2)[:, :T], h
 
 

@@ -185,10 +185,10 @@ TABLE = {
     "algebra: decay_matrix": [
         ("decay.parallel", "tril(-1)", "tril()", "has the key's own gate in the decay mask, one too many"),
         (
-            "decay.parallel", ".exp().tril()", ".exp()",
+            "decay.parallel", ".exp() * lower", ".exp()",
             "does not mask after the exponential, where e^0 = 1 is left above the diagonal",
         ),
-        ("decay.parallel", ".exp().tril()", ".exp().tril(-1)", "leaves out the diagonal of the decay mask"),
+        ("decay.parallel", ".exp() * lower", ".exp() * later", "leaves out the diagonal of the decay mask"),
         (
             "decay.parallel",
             "(g[..., None] * later).cumsum(-2)",
@@ -200,7 +200,7 @@ TABLE = {
         ("gla.parallel", "(k_early * to_end(g_early))", "k_early", "does not decay the keys up to the query"),
     ],
     "algebra: solve_unit_lower": [
-        ("deltanet.parallel", "solve_triangular(A,", "solve_triangular(-A,", "solves with I - A in the place of I + A"),
+        ("deltanet.parallel", "solve_triangular(A.mT", "solve_triangular(-A.mT", "solves with I - A in the place of I + A"),
         (
             "deltanet.chunkwise", "unitriangular=True", "unitriangular=False",
             "takes the diagonal from A instead of ones",
