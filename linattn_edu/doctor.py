@@ -1,6 +1,6 @@
 """What this machine can run, and why not: ``python -m linattn_edu.doctor``.
 
-``summary()`` is the one line that every notebook prints first; ``report()`` is the whole answer.
+``summary()`` is what every notebook prints first; ``report()`` is the whole answer.
 Nothing is imported to find out whether it is there: triton reads TRITON_INTERPRET once, at its first
 import, so a probe that imported it would decide the mode for the reader.
 """
@@ -23,7 +23,13 @@ ADVICE = {
     "gpu": "kernels run on the CUDA device",
 }
 
-FUSED = {"missing": "chunkwise", "late": "chunkwise", "no-gpu": "chunkwise", "gpu": "Triton", "interpret": "Triton, interpreted"}
+FUSED = {
+    "missing": "plain PyTorch (chunkwise)",
+    "late": "plain PyTorch (chunkwise)",
+    "no-gpu": "plain PyTorch (chunkwise)",
+    "gpu": "Triton kernels",
+    "interpret": "interpreted Triton kernels",
+}
 
 
 def triton_mode() -> str:
@@ -64,14 +70,15 @@ def memory_gib() -> float | None:
 
 
 def summary() -> str:
-    """One line for the top of a notebook: versions, device, and how ``fused`` runs here."""
+    """Two lines for the top of a notebook: versions and device, and how ``fused`` runs here."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
     else:
         threads = torch.get_num_threads()
         device = f"CPU with {threads} thread{'s' * (threads > 1)}"
     mode = triton_mode()
-    return f"linattn_edu {__version__}, torch {torch.__version__}, {device}, triton {mode}: fused is {FUSED[mode]}"
+    versions = f"linattn_edu {__version__}, torch {torch.__version__}, {device}"
+    return f"{versions}\n`fused` forms run as {FUSED[mode]} here"
 
 
 def report() -> str:

@@ -127,6 +127,11 @@ def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
     assert check_answer("b", [0.499, "Yes"]) and not check_answer("b", [2, "yes"])
     assert "✗ b: not right to 2 significant digits: it is upside down." in capsys.readouterr().out
 
+    monkeypatch.setattr(sys, "argv", ["check", "b", "2"])
+    with pytest.raises(SystemExit):  # a reader's guess must not become the answer
+        runpy.run_module("linattn_edu.check", run_name="__main__")
+    assert "b has an answer already" in capsys.readouterr().err and check_answer("b", [0.5, "yes"])
+
 
 def test_every_registered_answer_is_asked_for_in_the_book(root):
     book = "".join(path.read_text(encoding="utf-8") for path in root.glob("notebooks/*.ipynb"))

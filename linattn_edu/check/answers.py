@@ -24,13 +24,18 @@ FACTORS = {
 }
 
 
+def answers():
+    """The table: for each exercise its digits, and the hashes of its answer and of foreseen slips."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
 def check_answer(name, value, *, quiet=False):
     """Compare an answer with the hash kept for the exercise `name`, and say whether it is right.
 
     Of a wrong one it says what is known: a foreseen slip, a wrong sign, a usual factor. `value` is a number, a word or
     a list of them. Returns True or False; an unknown name raises `ValueError`.
     """
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    table = answers()
     if name not in table:
         raise ValueError(f"`name`: got {name!r}, expected one of {', '.join(table)}")
     entry, values = table[name], listed(value)
@@ -89,7 +94,7 @@ def listed(value):
 
 def register(name, value, digits=None, slips=()):
     """Enter an answer, and wrong answers with what to say of them, in the table."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    table = answers()
 
     def one(x):
         return hashed(name, [spelling(y, digits) for y in listed(x)])

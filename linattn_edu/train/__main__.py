@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> dict:
     began = time.perf_counter()
     recipe = {name: getattr(args, name) for name in ("steps", "batch", "length", "lr", "seed")}
     history = train(model, **recipe)
+    print("judging the model on the whole unseen novel ...", flush=True)
     seconds = time.perf_counter() - began
     packed = models.save(model, args.out.with_name(args.out.name + SUFFIX))
     stored = models.load(packed, config)
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> dict:
         "sha256": hashlib.sha256(packed).hexdigest(),
     }
     args.out.with_name(args.out.name + ".json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    print(f"wrote {args.out}{SUFFIX} and {args.out}.json")
     return record
 
 
