@@ -91,16 +91,23 @@ def provenance(device, **settings):
     """Machine, versions, date and settings, for the head of a recorded table."""
     gpu = torch.device(device).type == "cuda"
     about = {
-        "machine": torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads",
+        "machine": torch.cuda.get_device_name(device) if gpu else f"{cpu_model()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": "python -m " + " ".join(["linattn_edu.bench.sweep", *sys.argv[1:]]),
+        "command": " ".join([f"python -m linattn_edu.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         **settings,
     }
     if gpu:
         about["cuda"] = torch.version.cuda
     return about
+
+
+def cpu_model():
+    """The name of the processor, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0] if names else platform.processor() or "CPU"
 
 
 def write(path, rows, about):
@@ -118,8 +125,18 @@ def read(path):
     """The rows of a table that `write` wrote, numbers as numbers, and the facts above it."""
     lines = Path(path).read_text().splitlines()
     about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("# ")))
-    return [{key: x if key == "form" else int(x) if key in ("T", "bytes") else float(x) for key, x in row.items()} for row in rows], about
+    rows = csv.DictReader(line for line in lines if not line.startswith("# "))
+    return [{key: value(x) for key, x in row.items()} for row in rows], about
+
+
+def value(text):
+    """A cell of a table as an int or float if it is one."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
 
 
 def recorded(name):
