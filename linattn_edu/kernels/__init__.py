@@ -85,7 +85,19 @@ def chunk(q, k, v, gates, initial_state, cu_seqlens, scale, chunk_size, float_ou
 
 
 def compile_all(capability, dtypes=None, **more):
-    """Compile every kernel for a GPU that need not be there; see `kernels.compiling.compile_all`."""
+    """Compile every kernel for a GPU that need not be there, through the launches that a reader's call makes.
+
+    Args:
+        capability: the compute capability, as (8, 0).
+        dtypes: of the inputs; None is what such a device supports.
+        more: `sizes` and `variants` of `kernels.compiling.compile_all`, to compile fewer.
+
+    Returns:
+        Records with `name`, `dtype`, `shared_bytes`, `registers` and `spilled_bytes` (a thread).
+
+    Raises:
+        ValueError: bfloat16 before compute capability 8.0.
+    """
     from linattn_edu.kernels.compiling import compile_all
 
     return compile_all(capability, dtypes, **more)
