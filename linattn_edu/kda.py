@@ -25,7 +25,8 @@ def intra(q, k, v, g, beta):
 
     P(X)_ij = sum_c X_ic K_jc exp(g_{j+1,c} + ... + g_ic) for i >= j, else 0,
     A = tril(P(Diag(beta) K), -1),   (I + A) W = since_start * Diag(beta) K,   (I + A) U = Diag(beta) V,
-    V' = U - W S,   O = (since_start * Q) S + P(Q) V',   S' = Diag(decay) S + (to_end * K)^T V'.
+    V' = U - W S,   O = (since_start * Q) S + P(Q) V',   S' = Diag(decay) S + (to_end * K)^T V',
+    since_start_i = exp(g_1 + ... + g_i),   to_end_i = exp(g_{i+1} + ... + g_C),   decay = since_start_C.
 
     The paper's eqs. 6-9 write P(K) as (Gamma * K) (K / Gamma)^T with Gamma = since_start, whose second factor overflows
     in float32 once the block has decayed by e^-88. `channel_scores` never forms it.

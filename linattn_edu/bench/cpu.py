@@ -3,10 +3,10 @@
     python -m linattn_edu.bench.cpu --out book/data/cpu_forms.csv
 
 B = 1, H = 4, K = V = 64, float32; Mamba with as many channels (256) and 16 states. The calls that are compared take
-turns, so that whatever else the machine does slows them alike. Two settings are the same for all: glibc keeps the
-memory that it has, since otherwise a time depends on how often it goes back to the kernel, and threads that wait sleep,
-since on a busy machine they would take the time that is measured. transformers' chunkwise gated delta rule in plain
-PyTorch runs beside ours where transformers is installed.
+turns, so that whatever else the machine does slows them alike, and glibc's allocator keeps the memory that it has:
+otherwise a form's time depends on how often it hands memory back to the kernel. transformers' chunkwise gated delta
+rule in plain PyTorch runs beside ours where transformers is installed. Measure on an idle machine: with a third busy
+process two threads wait for each other at every operation.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from linattn_edu import VARIANTS, l2norm, mamba
 from linattn_edu.bench.sweep import provenance, write
 
-ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "OMP_WAIT_POLICY": "PASSIVE"}
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 OPERATORS = {name: module for name, module in VARIANTS.items() if name != "softmax"} | {"mamba": mamba}
 HEADS, WIDTH, STATES = 4, 64, 16
 LENGTHS = [2**10, 2**12, 2**14, 2**16]
@@ -143,7 +143,7 @@ def rise_in_a_fresh_process(name, T):
     """Bytes by which the peak resident memory of a forward pass lies above the inputs, with glibc's own allocator."""
     asked = ["--rise", name, str(T), "--threads", str(torch.get_num_threads())]
     command = [sys.executable, "-m", "linattn_edu.bench.cpu", *asked]
-    env = {key: value for key, value in os.environ.items() if key not in ENVIRONMENT}
+    env = {key: value for key, value in os.environ.items() if key not in ALLOCATOR}
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
 
 
@@ -172,9 +172,9 @@ def main():
     torch.set_num_threads(a.threads)
     if a.rise:
         return print(rise(a.rise[0], int(a.rise[1])))
-    if sys.platform == "linux" and any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+    if sys.platform == "linux" and any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
         command = [sys.executable, "-m", "linattn_edu.bench.cpu", *sys.argv[1:]]
-        os.execve(sys.executable, command, os.environ | ENVIRONMENT)
+        os.execve(sys.executable, command, os.environ | ALLOCATOR)
     with tqdm(total=len(OPERATORS) * (len(PASSES) + 1)) as bar:
         rows, said = compare_forms(a.length, a.rounds, bar)
         grown, more = growth(LENGTHS, a.rounds, bar)
@@ -182,7 +182,7 @@ def main():
     if a.out:
         sizes = {"B": 1, "H": HEADS, "K": WIDTH, "V": WIDTH, "dtype": "float32"}
         installed = {"transformers": importlib.metadata.version("transformers")} if transformers_chunkwise() else {}
-        write(a.out, rows + grown, provenance("cpu", **installed, **sizes, **ENVIRONMENT))
+        write(a.out, rows + grown, provenance("cpu", **installed, **sizes, **ALLOCATOR))
 
 
 if __name__ == "__main__":
