@@ -191,7 +191,7 @@ class Operator:
         backend=None,
         **named,
     ):
-        validate.count("chunk_size", chunk_size)
+        chunk_size = validate.count("chunk_size", chunk_size)
         if kernels.wanted(backend, q):
             space, sizes, gates = self.check(q, k, v, named)
             validate.flag("output_final_state", output_final_state)
