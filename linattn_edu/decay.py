@@ -43,7 +43,7 @@ operator = Operator(
     intra,
     inter,
     gates={"g": "B T HV or HV"},
-    source="Sun et al. 2023, RetNet, eqs. 5-7 (constant g); Dao and Gu 2024, Mamba-2, section 6 (g by token).",
+    source="Sun et al. 2023, RetNet, eqs. 5-7 (constant g); Dao and Gu 2024 (2405.21060), Mamba-2 (g by token).",
 )
 recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)
 
@@ -137,7 +137,7 @@ def prefix_states(k, v, *, g=None):
         ValueError: a wrong shape, dtype, device or head ratio.
         TypeError: an argument that is missing or no tensor.
 
-    Source: Blelloch 1990; for linear attention Katharopoulos et al. 2020, section 3.3.
+    Source: Blelloch 1990.
     """
     sizes, like = Sizes(), ("k", k)
     validate.floating_tensor("k", k, "B T H K", sizes)

@@ -3,7 +3,7 @@
     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
     o_t = scale * S_t^T q_t
 
-Sources: Schlag et al. 2021, section 4.2 (the rule); Yang et al. 2024 (2406.06484), section 3 (the chunkwise form). Both
+Sources: Schlag et al. 2021 (2102.11174), the rule; Yang et al. 2024 (2406.06484), the chunkwise form. Both
 hold the transposed state, [V, K], so that their products of matrices run the other way.
 
 One step of gradient descent on |S^T k_t - v_t|^2 / 2 with step size beta_t. For |k_t| = 1 the transition has the
@@ -51,6 +51,6 @@ operator = Operator(
     intra,
     inter,
     gates={"beta": "B T HV"},
-    source="Schlag et al. 2021, section 4.2; Yang et al. 2024 (2406.06484), section 3.",
+    source="Schlag et al. 2021 (2102.11174), the rule; Yang et al. 2024 (2406.06484), the chunkwise form.",
 )
 recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)

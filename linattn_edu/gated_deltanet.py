@@ -41,6 +41,6 @@ operator = Operator(
     intra,
     inter,
     gates={"g": "B T HV", "beta": "B T HV"},
-    source="Yang, Kautz and Hatamizadeh 2025, Gated Delta Networks, eq. 10 and section 3.3.",
+    source="Yang, Kautz and Hatamizadeh 2025, Gated Delta Networks, eq. 10.",
 )
 recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)

@@ -105,7 +105,7 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
         return (S[..., :-1], S[..., -1]) if self.normalize else S
 
 
-operator = Operator(update, intra, inter, space=FeatureSpace, source="Katharopoulos et al. 2020, eqs. 8-12; as an RNN, section 3.4.")
+operator = Operator(update, intra, inter, space=FeatureSpace, source="Katharopoulos et al. 2020, eqs. 8-12.")
 recurrent, parallel, chunkwise, fused, step = operator.forms(__name__)
 
 

@@ -38,7 +38,7 @@ def rope(x: torch.Tensor, *, base: float = 10_000.0, start: int = 0) -> torch.Te
     """Rotate channels (i, i + K/2) of x [B, T, H, K] at position t by the angle t * base^(-2i/K).
 
     Then q_s . k_t depends on positions through s - t alone. `start` is the position of the
-    first token. RoFormer (Su et al. 2021), section 3.2.2; the paper pairs (2i, 2i + 1), which
+    first token. RoFormer (Su et al. 2021); the paper pairs (2i, 2i + 1), which
     is the same up to a permutation of channels.
     """
     T, K = x.shape[1], x.shape[-1]
@@ -74,7 +74,7 @@ class Mixer(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """W3 (silu(W1 x) * W2 x) (Shazeer 2020, equation 6)."""
+    """W3 (silu(W1 x) * W2 x) (Shazeer 2020)."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
