@@ -79,3 +79,9 @@ def positions(x, seen, cu_seqlens):
     bounds = cu_seqlens.to(x.device, torch.int64)
     first = bounds[:-1] if seen is None else bounds[:-1] - seen
     return (t - torch.repeat_interleave(first, bounds.diff(), output_size=T))[None]
+
+
+def spread(cu_seqlens):
+    """Where the tokens of packed sequences lie if each sequence gets a row of its own: a mask [N, longest]."""
+    size = cu_seqlens.diff()
+    return torch.arange(int(size.max()) if len(size) else 0, device=size.device) < size[:, None]

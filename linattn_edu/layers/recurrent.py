@@ -1,5 +1,6 @@
 """What all recurrent layers share: the way in and out of `forward`, and the choice of a form."""
 
+import torch
 from torch import nn
 
 from linattn_edu import validate
@@ -47,13 +48,13 @@ class RecurrentLayer(nn.Module):
         seen = seen if cache.seen is None else cache.seen + seen
         return packing.scatter(y, mask) if padded else y, Cache(state, conv, seen)
 
-    def apply_operator(self, operator, q, k, v, state, cu_seqlens, *, gates=None, **options):
+    def run(self, operator, q, k, v, state, cu_seqlens, **arguments):
         """The operator in the form of this layer; for one more token of known sequences in the form `step`."""
-        gates = gates or {}
         if state is None or cu_seqlens is not None or q.shape[1] != 1:
-            form = getattr(operator, self.form)
             rest = {"initial_state": state, "output_final_state": True, "cu_seqlens": cu_seqlens}
-            return form(q, k, v, **gates, **options, **rest)
-        gates = {name: gate[:, 0] if gate.dim() > 1 else gate for name, gate in gates.items()}  # [HV] has no T axis
-        o, state = operator.step(q[:, 0], k[:, 0], v[:, 0], state, **gates, **options)
+            return getattr(operator, self.form)(q, k, v, **arguments, **rest)
+        for name, gate in arguments.items():
+            if isinstance(gate, torch.Tensor) and gate.dim() > 1:  # a constant gate [HV] has no T axis
+                arguments[name] = gate[:, 0]
+        o, state = operator.step(q[:, 0], k[:, 0], v[:, 0], state, **arguments)
         return o[:, None], state

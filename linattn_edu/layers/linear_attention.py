@@ -1,0 +1,42 @@
+"""Linear attention as a layer."""
+
+from linattn_edu import linear
+from linattn_edu.layers.norm import RMSNorm
+from linattn_edu.layers.qkv import QKVLayer, head_dim
+
+
+class LinearAttention(QKVLayer):
+    """Softmax attention with phi(q)^T phi(k) in the place of exp(q^T k).
+
+        S_t = S_{t-1} + phi(k_t) v_t^T,   z_t = z_{t-1} + phi(k_t)
+        y_t = W_o (S_t^T phi(q_t) / (z_t^T phi(q_t) + eps))
+
+    Without the normaliser z the sum S grows with t, and an RMSNorm of each head takes its place.
+
+    Args:
+        width: D.
+        heads: H.
+        key_dim, value_dim: K and V; width / heads if None.
+        feature_map: phi, a name in `feature_maps.FEATURE_MAPS`, or a callable on the last axis.
+        normalize: divide by z_t^T phi(q_t) + eps.
+        conv_size: W of a short convolution with SiLU on q, k and v; none if None. Without it, and without positions in
+            x, nothing tells the order of the tokens.
+        form: "fused", "chunkwise", "parallel" or "recurrent", how the operator computes.
+
+    Source: Katharopoulos et al. 2020; the norm instead of z: Qin et al. 2022 (2210.10340).
+    """
+
+    def __init__(
+        self, width, heads, *, key_dim=None, value_dim=None, feature_map="elu1", normalize=True, conv_size=None,
+        form="fused",
+    ):  # fmt: skip
+        key_dim, value_dim = key_dim or head_dim(width, heads), value_dim or head_dim(width, heads)
+        super().__init__(width, heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size, form=form)
+        self.options = {"feature_map": feature_map, "normalize": normalize}
+        self.norm = None if normalize else RMSNorm(value_dim)
+
+    def mix(self, x, cache, cu_seqlens):
+        q, k, v, conv = self.project(x, cache, cu_seqlens)
+        o, state = self.run(linear, q, k, v, cache.state, cu_seqlens, **self.options)
+        o = o if self.norm is None else self.norm(o)
+        return self.o_proj(o.flatten(2)), state, conv
