@@ -8,7 +8,7 @@ import torch
 Tensors = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cache:
     """The memory of one layer for N sequences; every tensor in it has the N sequences as its first axis.
 

@@ -1,6 +1,9 @@
 """Linear attention as a layer."""
 
+import torch
+
 from linattn_edu import linear
+from linattn_edu.feature_maps import feature_map as feature_map_named
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.qkv import QKVLayer, head_dim
 
@@ -32,11 +35,14 @@ class LinearAttention(QKVLayer):
     ):  # fmt: skip
         key_dim, value_dim = key_dim or head_dim(width, heads), value_dim or head_dim(width, heads)
         super().__init__(width, heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size, form=form)
-        self.options = {"feature_map": feature_map, "normalize": normalize}
+        self.feature_map, self.normalize = feature_map, normalize
+        features = feature_map_named(feature_map)(torch.zeros(1, 1, heads, key_dim)).shape[-1]
+        self.state_shapes = ((heads, features, value_dim), *([(heads, features)] if normalize else []))
         self.norm = None if normalize else RMSNorm(value_dim)
 
     def mix(self, x, cache, cu_seqlens):
         q, k, v, conv = self.project(x, cache, cu_seqlens)
-        o, state = self.run(linear, q, k, v, cache.state, cu_seqlens, **self.options)
+        options = {"feature_map": self.feature_map, "normalize": self.normalize}
+        o, state = self.run(linear, q, k, v, cache.state, cu_seqlens, **options)
         o = o if self.norm is None else self.norm(o)
         return self.o_proj(o.flatten(2)), state, conv

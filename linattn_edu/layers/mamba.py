@@ -42,11 +42,13 @@ class Mamba(RecurrentLayer):
         dt_max=0.1, form="fused",
     ):  # fmt: skip
         super().__init__(width, form)
-        self.inner = validate.count("expand", int(expand * width))
+        self.inner = validate.count("expand", round(expand * width))
         self.state_dim = validate.count("state_dim", state_dim)
+        self.state_shapes = ((self.inner, state_dim),)
         self.dt_rank = validate.count("dt_rank", dt_rank or math.ceil(width / 16))
         self.in_proj = nn.Linear(width, 2 * self.inner, bias=bias)
         self.conv = ShortConvolution(self.inner, conv_size, bias=conv_bias)
+        self.conv_shape = self.conv.conv_shape
         self.x_proj = nn.Linear(self.inner, self.dt_rank + 2 * state_dim, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, self.inner, bias=False)
         nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
@@ -68,14 +70,14 @@ class Mamba(RecurrentLayer):
         """The operator. A packed sequence gets a row of its own, filled up with Delta = 0, which changes no state."""
         A = -self.A_log.to(delta.dtype).exp()
         if cu_seqlens is not None:
-            mask = packing.spread(cu_seqlens.to(u.device))
+            mask = packing.rows(cu_seqlens.to(u.device))
             rows = (packing.scatter(each, mask) for each in (u, delta, B, C))
             y, state = self.run_rows(*rows, A, state)
             return y[mask][None], state
         return self.run_rows(u, delta, B, C, A, state)
 
     def run_rows(self, u, delta, B, C, A, state):
-        if state is not None and u.shape[1] == 1:
+        if u.shape[1] == 1:
             y, state = mamba.step(u[:, 0], delta[:, 0], A, B[:, 0], C[:, 0], state, D=self.D)
             return y[:, None], state
         form = getattr(mamba, self.form)

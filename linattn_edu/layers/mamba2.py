@@ -46,7 +46,7 @@ class Mamba2(RecurrentLayer):
         form="fused",
     ):  # fmt: skip
         super().__init__(width, form)
-        self.inner = validate.count("expand", int(expand * width))
+        self.inner = validate.count("expand", round(expand * width))
         if self.inner % head_dim or self.inner // head_dim % groups:
             raise ValueError(
                 f"`head_dim`: got {head_dim}, expected one that divides expand * width = {self.inner} "
@@ -55,8 +55,10 @@ class Mamba2(RecurrentLayer):
         self.heads, self.groups, self.state_dim = self.inner // head_dim, groups, validate.count("state_dim", state_dim)
         self.channels = [self.inner, groups * state_dim, groups * state_dim]
         self.dt_limit = dt_limit
+        self.state_shapes = ((self.heads, state_dim, head_dim),)
         self.in_proj = nn.Linear(width, self.inner + sum(self.channels) + self.heads, bias=bias)
         self.conv = ShortConvolution(sum(self.channels), conv_size, bias=conv_bias)
+        self.conv_shape = self.conv.conv_shape
         self.A_log = initial.rates([self.heads], A_range)
         self.dt_bias = initial.step_sizes([self.heads], dt_min, dt_max)
         self.D = nn.Parameter(torch.ones(self.heads))

@@ -59,8 +59,8 @@ def pack(x, mask):
 
 
 def scatter(y, mask):
-    """What `pack` took out put back: y [1, total, D] -> [B, T, D], zero at padding."""
-    return y.new_zeros(*mask.shape, y.shape[-1]).index_put((mask,), y[0])
+    """What `pack` took out put back: y [1, total, ...] -> [B, T, ...], zero at padding."""
+    return y.new_zeros(*mask.shape, *y.shape[2:]).index_put((mask,), y[0])
 
 
 def lengths(x, cu_seqlens):
@@ -81,7 +81,10 @@ def positions(x, seen, cu_seqlens):
     return (t - torch.repeat_interleave(first, bounds.diff(), output_size=T))[None]
 
 
-def spread(cu_seqlens):
-    """Where the tokens of packed sequences lie if each sequence gets a row of its own: a mask [N, longest]."""
+def rows(cu_seqlens):
+    """Where the tokens of packed sequences lie if each sequence gets a row of its own: a mask [N, longest].
+
+    `scatter(x, rows(cu_seqlens))` lays them out so, padded with zeros on the right.
+    """
     size = cu_seqlens.diff()
     return torch.arange(int(size.max()) if len(size) else 0, device=size.device) < size[:, None]

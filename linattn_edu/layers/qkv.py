@@ -32,6 +32,8 @@ class QKVLayer(RecurrentLayer):
         self.channels = [heads * key_dim, heads * key_dim, self.value_heads * value_dim]
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, n, bias=False) for n in self.channels)
         self.conv = ShortConvolution(sum(self.channels), conv_size) if conv_size else None
+        self.conv_shape = None if self.conv is None else self.conv.conv_shape
+        self.state_shapes = ((self.value_heads, key_dim, value_dim),)
         self.o_proj = nn.Linear(self.channels[2], width, bias=False)
 
     def project(self, x, cache, cu_seqlens):
