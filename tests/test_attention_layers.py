@@ -1,0 +1,356 @@
+"""The layers that attend: against a NumPy oracle, with caches, padding and packs; latent attention's two forms."""
+
+import numpy as np
+import pytest
+import torch
+
+from linattn_edu.layers import Cache, GatedAttention, LatentAttention, SoftmaxAttention
+from linattn_edu.layers.attention import attend
+
+D, H = 12, 4
+LATENT = dict(latent=6, nope_dim=4, rope_dim=2, v_dim=3)
+MAKE = {
+    "softmax": lambda: SoftmaxAttention(D, 3),
+    "grouped": lambda: SoftmaxAttention(D, H, kv_heads=2, head_dim=6, rope_base=50.0, rope_channels=4),
+    "normed": lambda: SoftmaxAttention(
+        D, H, kv_heads=1, head_dim=6, qk_norm=True, zero_centred=True, eps=1e-3, bias=True
+    ),
+    "nope": lambda: SoftmaxAttention(D, 3, rope_base=None, qk_norm=True),
+    **{
+        f"{p}{'_headwise' * headwise}": lambda p=p, h=headwise: GatedAttention(
+            D, H, position=p, headwise=h, kv_heads=2, head_dim=6, qk_norm=True, rope_base=30.0
+        )
+        for p in ("G1", "G2", "G3", "G4", "G5")
+        for headwise in ((False,) if p == "G5" else (False, True))
+    },
+    "latent": lambda: LatentAttention(D, H, **LATENT),
+    "latent_rope": lambda: LatentAttention(D, H, **LATENT, q_latent=5, rope_base=20.0, eps=1e-3, bias=True),
+    "latent_bare": lambda: LatentAttention(D, H, **LATENT | {"rope_dim": 0}),
+}
+LAYERS = pytest.mark.parametrize("name", MAKE)
+SOME = pytest.mark.parametrize("name", ["grouped", "normed", "G1", "G2_headwise", "latent", "latent_rope"])
+
+
+def shaken(name, dtype=torch.float64, seed=0):
+    """The layer with every parameter off its initial value."""
+    torch.manual_seed(seed)
+    layer = MAKE[name]()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return layer.to(dtype)
+
+
+def tokens(*shape, dtype=torch.float64, seed=1):
+    return torch.randn(*shape, D, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def close(x, y, tolerance=1e-10):
+    torch.testing.assert_close(x, y, rtol=0, atol=tolerance)
+
+
+# The oracle: one sequence, one head, one token at a time; no torch in the arithmetic.
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def turned(x, base, channels):
+    """x [T, K]: channels (i, i + R/2) of token t as a complex number times exp(i t base^(-2i/R))."""
+    if base is None:
+        return x
+    R = x.shape[1] if channels is None else channels
+    z = x[:, : R // 2] + 1j * x[:, R // 2 : R]
+    z = z * np.exp(1j * np.arange(len(x))[:, None] * base ** (-2 * np.arange(R // 2) / R))
+    return np.concatenate([z.real, z.imag, x[:, R:]], 1)
+
+
+def softmax_over_the_past(q, k, v):
+    o = []
+    for t in range(len(q)):
+        p = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[1]))
+        o.append(p @ v[: t + 1] / p.sum())
+    return np.stack(o)
+
+
+def weights_of(layer):
+    w = {name: p.detach().numpy() for name, p in layer.named_parameters()}
+    linear = lambda name, x: x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
+    scale = lambda m: m.weight.detach().numpy() + m.zero_centred
+    norm = lambda m, x: x / np.sqrt((x**2).mean(-1, keepdims=True) + m.eps) * scale(m)
+    return w, linear, norm
+
+
+def oracle(layer, x):
+    """x [T, D] -> y [T, D]."""
+    w, linear, norm = weights_of(layer)
+    heads = lambda name, count: np.split(linear(name, x), count, 1)
+    if isinstance(layer, LatentAttention):
+        c = x if layer.q_down is None else norm(layer.q_norm, linear("q_down", x))
+        q = np.split(linear("q_proj", c), layer.heads, 1)
+        N, down = layer.nope_dim, linear("kv_down", x)
+        c, shared = norm(layer.kv_norm, down[:, : layer.latent]), turned(down[:, layer.latent :], layer.rope_base, None)
+        up, outputs = np.split(linear("kv_up", c), layer.heads, 1), []
+        for q_h, up_h in zip(q, up):
+            q_h = np.concatenate([q_h[:, :N], turned(q_h[:, N:], layer.rope_base, None)], 1)
+            outputs.append(softmax_over_the_past(q_h, np.concatenate([up_h[:, :N], shared], 1), up_h[:, N:]))
+        return linear("o_proj", np.concatenate(outputs, 1))
+    gate, position = None, getattr(layer, "position", None)
+    if position is not None:
+        gate = sigmoid(linear("gate_proj", x))
+    counts = {"q_proj": layer.heads, "k_proj": layer.kv_heads, "v_proj": layer.kv_heads}
+    q, k, v = (heads(name, count) for name, count in counts.items())
+    if position in ("G2", "G3", "G4"):
+        X = {"G2": v, "G3": k, "G4": q}[position]
+        X[:] = [each * g for each, g in zip(X, np.split(gate, len(X), 1))]
+    place = lambda m, a: turned(a if m is None else norm(m, a), layer.rope_base, layer.rope_channels)
+    q, k = [place(layer.q_norm, a) for a in q], [place(layer.k_norm, a) for a in k]
+    group = layer.heads // layer.kv_heads
+    o = [softmax_over_the_past(q[h], k[h // group], v[h // group]) for h in range(layer.heads)]
+    if position == "G1":
+        o = [each * g for each, g in zip(o, np.split(gate, len(o), 1))]
+    y = linear("o_proj", np.concatenate(o, 1))
+    return y * gate if position == "G5" else y
+
+
+@LAYERS
+def test_layer_is_its_formulas(name):
+    layer, x = shaken(name), tokens(2, 7)
+    y, cache = layer(x)
+    assert isinstance(cache, Cache) and cache.seen.tolist() == [7, 7] and cache.mask is None
+    for row, each in zip(x, y):
+        np.testing.assert_allclose(each.detach().numpy(), oracle(layer, row.numpy()), rtol=0, atol=1e-10)
+
+
+# The cache.
+
+
+@LAYERS
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_prefill_and_decode_are_one_forward(name, dtype, tolerance):
+    layer, x = shaken(name, dtype), tokens(2, 9, dtype=dtype)
+    whole, last = layer(x)
+    for pieces in ([4, 1, 1, 1, 1, 1], [3, 4, 2], [1] * 9, [0, 9, 0]):
+        outputs, cache = [], None
+        for piece in x.split(pieces, 1):
+            y, cache = layer(piece, cache=cache)
+            outputs.append(y)
+        close(torch.cat(outputs, 1), whole, tolerance)
+        for a, b in zip(cache.tensors, last.tensors, strict=True):
+            close(a, b, tolerance)
+
+
+@SOME
+def test_gradients_flow_through_the_cache(name):
+    layer, x = shaken(name), tokens(1, 6).requires_grad_()
+    weights = [x, *layer.parameters()]
+    y, _ = layer(x)
+    first, cache = layer(x[:, :4])
+    second, _ = layer(x[:, 4:], cache=cache)
+    aim = tokens(1, 6, seed=2)
+    for a, b in zip(*(torch.autograd.grad((out * aim).sum(), weights) for out in (y, torch.cat([first, second], 1)))):
+        close(a, b)
+
+
+@SOME
+def test_a_cache_may_be_continued_twice(name):
+    layer, x = shaken(name), tokens(2, 5)
+    _, cache = layer(x)
+    before = [t.clone() for t in cache.tensors]
+    first, _ = layer(tokens(2, 3, seed=4), cache=cache)
+    again, _ = layer(tokens(2, 3, seed=4), cache=cache)
+    close(first, again, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors))
+
+
+def test_the_cache_holds_what_it_should():
+    """Keys and values of the shared heads; for MLA the latent and the shared key, whatever H."""
+    x = tokens(3, 11, dtype=torch.float32)
+    cache_of = lambda name: MAKE[name]()(x)[1]
+    assert [list(t.shape) for t in cache_of("grouped").state] == [[3, 11, 2, 6], [3, 11, 2, 6]]
+    assert list(cache_of("latent").state.shape) == [3, 11, 6 + 2]
+    assert cache_of("latent").bytes == 3 * (11 * 8 * 4 + 8)
+    assert cache_of("grouped").bytes == 3 * (11 * 2 * 2 * 6 * 4 + 8)
+
+
+@LAYERS
+def test_cache_bytes_are_those_of_a_real_cache(name):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        layer = shaken(name, dtype)
+        for T in (0, 1, 13):
+            _, cache = layer(tokens(1, T).to(dtype))
+            assert cache.bytes == layer.cache_bytes(T, dtype=dtype)
+
+
+# Padding and packing.
+
+
+def padded(x, mask):
+    """The tokens of x [B, T, D] in the places that the mask [B, L] names; NaN in the others."""
+    return torch.full((*mask.shape, D), torch.nan, dtype=x.dtype).index_put((mask,), x.flatten(0, 1))
+
+
+MASKS = {
+    "left": [[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1]],
+    "right": [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]],
+    "mixed": [[0, 1, 1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 0, 0, 0]],
+}
+
+
+@LAYERS
+@pytest.mark.parametrize("side", MASKS)
+def test_padding_changes_nothing(name, side):
+    layer, x, mask = shaken(name), tokens(2, 5), torch.tensor(MASKS[side]).bool()
+    y, cache = layer(x)
+    out, other = layer(padded(x, mask), mask=mask)
+    close(out[mask].view_as(y), y)
+    assert (out[~mask] == 0).all() and torch.equal(other.seen, cache.seen)
+    # One more token; and one more for the second row alone.
+    t = tokens(2, 1, seed=3)
+    (y, cache), (out, other) = layer(t, cache=cache), layer(t, cache=other)
+    close(out, y)
+    mask = torch.tensor([[False], [True]])
+    y, _ = layer(t[1:], cache=cache.map(lambda a: a[1:]))
+    out, other = layer(t, cache=other, mask=mask)
+    close(out[1:], y)
+    assert other.seen.tolist() == [6, 7] and other.mask.shape == (2, 10)
+
+
+@SOME
+def test_padding_gets_no_gradient(name):
+    layer, mask = shaken(name), torch.tensor(MASKS["mixed"]).bool()
+    x = padded(tokens(2, 5), mask).requires_grad_()
+    y, _ = layer(x, mask=mask)
+    grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][~mask] == 0).all() and (grads[0][mask] != 0).any(-1).all()
+
+
+@LAYERS
+def test_packed_sequences_are_separate_sequences(name):
+    layer, x = shaken(name), tokens(1, 10)
+    bounds = [0, 4, 4, 5, 10]
+    y, cache = layer(x, cu_seqlens=torch.tensor(bounds))
+    more = tokens(1, 6, seed=5)
+    after, cache = layer(more, cache=cache, cu_seqlens=torch.tensor([0, 1, 3, 5, 6]))
+    assert cache.seen.tolist() == [5, 2, 3, 6]
+    for n, (a, b, c, d) in enumerate(zip(bounds, bounds[1:], [0, 1, 3, 5], [1, 3, 5, 6])):
+        alone, memory = layer(x[:, a:b])
+        close(y[:, a:b], alone)
+        alone, memory = layer(more[:, c:d], cache=memory)
+        close(after[:, c:d], alone)
+        # The same sequence continued as a row of a batch.
+        t = tokens(4, 1, seed=6)
+        close(layer(t, cache=cache)[0][n : n + 1], layer(t[n : n + 1], cache=memory)[0])
+
+
+# What the layers mean.
+
+
+@LAYERS
+def test_no_token_sees_a_later_one(name):
+    layer, x = shaken(name), tokens(1, 8)
+    changed = x.clone()
+    changed[:, 5] += 1
+    moved = (layer(x)[0] - layer(changed)[0]).abs().amax(-1)[0]
+    assert moved[:5].max() == 0 and moved[5:].min() > 0
+
+
+@pytest.mark.parametrize(
+    "name, ordered", [("nope", False), ("latent", False), ("softmax", True), ("latent_rope", True)]
+)
+def test_without_positions_the_past_has_no_order(name, ordered):
+    layer, x = shaken(name), tokens(1, 9)
+    shuffled = x[:, [3, 0, 7, 5, 1, 2, 6, 4, 8]]
+    difference = (layer(x)[0][:, -1] - layer(shuffled)[0][:, -1]).abs().max()
+    assert (difference > 1e-3) == ordered and (ordered or difference < 1e-12)
+
+
+@pytest.mark.parametrize("name", ["softmax", "grouped", "normed", "latent_rope"])
+def test_only_distances_matter(name):
+    """A sequence that starts at any other position gives the same outputs."""
+    layer, x = shaken(name), tokens(1, 6)
+    y, _ = layer(x)
+    empty = [x.new_zeros(1, 0, *shape) for shape in layer.stored_shapes]
+    moved, _ = layer.mix(x, empty, 1000 + torch.arange(6)[None], None)
+    close(moved, y)
+
+
+@pytest.mark.parametrize("position", ["G1", "G2", "G5"])
+def test_a_gate_at_one_half_halves_the_output(position):
+    torch.manual_seed(0)
+    layer, plain = GatedAttention(D, 3, position=position).double(), SoftmaxAttention(D, 3).double()
+    plain.load_state_dict({name: p for name, p in layer.state_dict().items() if "gate" not in name})
+    torch.nn.init.zeros_(layer.gate_proj.weight)
+    close(2 * layer(tokens(2, 5))[0], plain(tokens(2, 5))[0])
+
+
+@pytest.mark.parametrize("name", ["latent", "latent_rope", "latent_bare"])
+def test_absorbed_is_expanded(name):
+    layer = shaken(name)
+    row = torch.randn(2, 9, layer.latent + layer.rope_dim, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 9]).bool()
+    for T in (1, 4, 9):
+        q = torch.randn(2, T, H, layer.nope_dim + layer.rope_dim, dtype=torch.float64, requires_grad=True)
+        for m in (None, mask):
+            a, b = layer.absorbed(q, row, m), layer.expanded(q, row, m)
+            close(a, b)
+            inputs = [q, row, layer.kv_up.weight]
+            for x, y in zip(*(torch.autograd.grad(o.square().sum(), inputs, allow_unused=True) for o in (a, b))):
+                close(x, y)
+
+
+def test_latent_attention_takes_the_cheaper_form(monkeypatch):
+    """DeepSeek-V2's sizes: absorbed below T = 512 * 256 / (1024 - 256) = 170.7."""
+    sizes = dict(latent=512, nope_dim=128, rope_dim=64, v_dim=128)
+    layer, taken = LatentAttention(D, 1, **sizes), []
+    for form in ("absorbed", "expanded"):
+        monkeypatch.setattr(layer, form, lambda q, row, m, f=form: taken.append(f) or q.new_zeros(*q.shape[:3], 128))
+    for T in (1, 170, 171, 300):
+        layer(tokens(1, T, dtype=torch.float32))
+    assert taken == ["absorbed", "absorbed", "expanded", "expanded"]
+
+
+def test_decoding_reads_the_keys_where_they_lie(monkeypatch):
+    """No copy of the cache for each query head: grouped queries go to the kernel as queries of the shared head."""
+    name, seen = "scaled_dot_product_attention", []
+    original = getattr(torch.nn.functional, name)
+    monkeypatch.setattr(torch.nn.functional, name, lambda q, k, v, **o: seen.append(k) or original(q, k, v, **o))
+    q, k, v = torch.randn(2, 1, 8, 4), torch.randn(2, 20, 2, 4), torch.randn(2, 20, 2, 4)
+    attend(q, k, v)
+    assert seen[0].data_ptr() == k.data_ptr() and seen[0].shape == (2, 2, 20, 4)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SoftmaxAttention(12, 5), "`heads`: got 5, expected a number that divides 1 * width = 12"),
+        (lambda: SoftmaxAttention(12, 4, kv_heads=3), "`kv_heads`: got 3, expected a divisor of heads = 4"),
+        (lambda: SoftmaxAttention(12, 4), "`head_dim`: got 3, expected an even number"),
+        (lambda: SoftmaxAttention(12, 2, rope_channels=8), "`rope_channels`: got 8, expected an even number of"),
+        (lambda: GatedAttention(12, 2, position="G6"), "`position`: got 'G6', expected one of G1, G2, G3, G4, G5"),
+        (lambda: GatedAttention(12, 2, position="G5", headwise=True), "`headwise`: got True with position G5"),
+        (lambda: LatentAttention(12, 2, rope_dim=3, rope_base=10.0), "`rope_dim`: got 3, expected an even number"),
+    ],
+)
+def test_bad_sizes_are_named(make, message):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (dict(x=torch.randn(2, 5, 11)), "`x`: got shape"),
+        (dict(mask=torch.ones(2, 4).bool()), "`mask`: got shape"),
+        (dict(mask=torch.ones(2, 5).bool(), cu_seqlens=torch.tensor([0, 5])), "`mask`: got one together"),
+        (dict(cu_seqlens=torch.tensor([0, 5])), "`cu_seqlens`: got B = 2"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error):
+    layer = SoftmaxAttention(12, 2)
+    with pytest.raises(ValueError) as caught:
+        layer(**dict(x=torch.randn(2, 5, 12)) | arguments)
+    assert error in str(caught.value)
