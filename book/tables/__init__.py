@@ -1,0 +1,6 @@
+"""Tables of the book whose entries are computed: a page names a function, `{computed} variants.table`, and shows its rows.
+
+A table is a list of rows of Markdown; the first is the header.
+"""
+
+from book.tables import feature_maps, memory, variants  # noqa: F401

@@ -1,0 +1,59 @@
+"""The computed tables of the book: what they say of each variant is so."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from book.tables import feature_maps, memory, variants
+
+
+@pytest.fixture(scope="module")
+def quick():
+    header, *rows = variants.table()
+    return {name: dict(zip(header[1:], row)) for name, *row in rows}
+
+
+def test_only_the_delta_rule_can_have_negative_eigenvalues_and_does_not_commute(quick):
+    delta = {"DeltaNet", "Gated DeltaNet", "KDA"}
+    assert {name for name, row in quick.items() if row["Below 0"] == "yes"} == delta
+    assert {name for name, row in quick.items() if row["Commute"] == "no"} == delta
+
+
+def test_only_the_sum_and_retnet_do_not_look_at_the_token(quick):
+    assert {name for name, row in quick.items() if row["Data"] == "no"} == {"Linear attention", "RetNet"}
+
+
+def test_one_product_more_for_the_decay_and_one_for_what_is_recalled(quick):
+    products = {name: row["Products"] for name, row in quick.items()}
+    assert products["Linear attention"] == "2 $KV$"
+    assert {products[name] for name in ("RetNet", "Mamba-2", "GLA", "DeltaNet")} == {"3 $KV$"}
+    assert {products[name] for name in ("Gated DeltaNet", "KDA")} == {"4 $KV$"}
+
+
+def test_sizes_are_those_of_the_map_on_the_landing_page():
+    _, softmax, normalised, state, mamba = variants.sizes()
+    assert [row[2] for row in (softmax, normalised, state, mamba)] == ["256,000", "16,512", "16,384", "2,048"]
+
+
+def test_softmax_is_at_no_distance_from_itself_and_no_map_is_near():
+    _, *maps, exact = feature_maps.table()
+    assert exact[5] == "0" and min(float(row[5]) for row in maps if row[5] != "–") > 0.5
+
+
+def test_maps_of_random_and_taylor_features_approach_the_exponential():
+    """On short vectors, where both promise it."""
+    import torch
+
+    x = 0.15 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kernel = (x @ x.T).exp()
+    for phi, tolerance in ((feature_maps.taylor, 0.1), (lambda x: feature_maps.favor(x, 4096), 0.1)):
+        assert ((phi(x) @ phi(x).T) / kernel - 1).abs().max() < tolerance
+
+
+def test_naive_forms_hold_maps_and_blockwise_forms_do_not():
+    _, *rows = memory.table()
+    maps, naive, blocks, parallel, chunkwise = (float(x.replace(",", "")) for x in rows[-1][1:])
+    assert naive > maps and parallel > maps and blocks < maps / 10 and chunkwise < maps / 10
