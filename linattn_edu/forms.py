@@ -33,7 +33,7 @@ class Plain:
 
     ABOUT = "scale: factor of the output, K ** -0.5 if None."
     STATE = "[N, HV, K, V], row i belongs to key channel i"
-    normalize = False
+    normalize, eps = False, 0.0
 
     def scale(self, scale, K):
         if scale is None:
@@ -50,12 +50,21 @@ class Plain:
         """q, k and v as the kernels take them, which multiply by the scale themselves."""
         return q, k, v
 
+    def kernel_features(self, q, k):
+        """q and k as the step kernel takes them, and the feature map that is left to it."""
+        return q, k, "identity"
+
+    def checked(self, state, sizes, like, name):
+        """The tensors of a state as given, `[S]` or `[S, z]`. `like` is (name of q, q)."""
+        validate.floating_tensor(name, state, "N HV K V", sizes, like=like)
+        return [state]
+
     def state_in(self, state, sizes, like, name="initial_state"):
-        """The state as the one tensor that the formulas carry: checked and upcast, or zero. `like` is (name of q, q)."""
+        """The state as the one tensor that the formulas carry: checked and upcast, or zero."""
         _, q = like
         if state is None:
             return q.new_zeros([sizes[x] for x in ("N", "HV", "K", "V")], dtype=computing_dtype(q))
-        validate.floating_tensor(name, state, "N HV K V", sizes, like=like)
+        [state] = self.checked(state, sizes, like, name)
         return state.to(computing_dtype(q))
 
     def state_out(self, S):
@@ -211,17 +220,33 @@ class Operator:
             cu_seqlens=cu_seqlens, chunk_size=chunk_size, **named,
         )  # fmt: skip
 
-    def step(self, q_t, k_t, v_t, state, *, scale=None, inplace=False, **named):
+    def step(self, q_t, k_t, v_t, state, *, scale=None, inplace=False, backend=None, **named):
+        wanted = kernels.wanted(backend, q_t)
         space, sizes, gates = self.check(q_t, k_t, v_t, named, T="")
         validate.flag("inplace", inplace)
         if state is None:
             raise TypeError("`state`: got nothing (None), expected the state that a form returned, or zeros")
         sizes.bind("N", sizes["B"], "`q_t`")
+        scale = space.scale(scale, sizes["K"])
+        if wanted:
+            states = space.checked(state, sizes, ("q_t", q_t), "state")
+            if kernels.serve_step(backend, states[0].shape[-2:], [q_t, k_t, v_t, *gates, *states]):
+                return self._step_by_kernel(space, q_t, k_t, v_t, gates, state, states, scale, inplace)
         S = space.state_in(state, sizes, ("q_t", q_t), name="state")
-        enter = partial(self._enter, space, space.scale(scale, sizes["K"]), sizes["HV"])
+        enter = partial(self._enter, space, scale, sizes["HV"])
         with full_precision(q_t):
             o, S = self.update(*enter(*(x.to(S.dtype) for x in (q_t, k_t, v_t, *gates))), S)
             o, S = space.leave(o).to(v_t.dtype), space.state_out(S)
+        return o, overwrite(state, S) if inplace else S
+
+    def _step_by_kernel(self, space, q, k, v, gates, state, states, scale, inplace):
+        with full_precision(q):
+            q, k, feature_map = space.kernel_features(q, k)
+        gates = dict(zip(self.gates, gates))
+        o, new = kernels.decode(q, k, v, gates, states, float(scale), space.eps, feature_map, inplace)
+        if all(x is y for x, y in zip(new, states)):
+            return o, state
+        S = tuple(new) if space.normalize else new[0]
         return o, overwrite(state, S) if inplace else S
 
     def _run(self, method, segment, q, k, v, named, scale, initial_state, output_final_state, cu_seqlens):

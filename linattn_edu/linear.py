@@ -14,8 +14,8 @@ import torch
 
 from linattn_edu import validate
 from linattn_edu.algebra import outer, read
+from linattn_edu.feature_maps import FEATURE_MAPS, identity
 from linattn_edu.feature_maps import feature_map as named_feature_map
-from linattn_edu.feature_maps import identity
 from linattn_edu.forms import Operator, Plain, computing_dtype, full_precision, share_heads
 
 
@@ -49,6 +49,7 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
     def __init__(self, *, feature_map="elu1", normalize=True, eps=1e-6):
         validate.flag("normalize", normalize)
         self.phi, self.normalize, self.eps = named_feature_map(feature_map), normalize, validate.number("eps", eps)
+        self.name = next((name for name, phi in FEATURE_MAPS.items() if phi is self.phi), None)
         if self.eps < 0:
             raise ValueError(f"`eps`: got {eps}, expected a number of at least 0")
 
@@ -83,23 +84,42 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
         dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
         return tuple(x.to(dtype) for x in self.enter(q.float(), k.float(), v.float(), 1))
 
-    def state_in(self, state, sizes, like, name="initial_state"):
-        _, q = like
-        with torch.no_grad():
-            one_token = q.new_zeros(1, *[1] * (q.dim() - 3), sizes["H"], sizes["K"], dtype=computing_dtype(q))
-            sizes.bind("D", self.features(one_token, "k").shape[-1], "`feature_map`")
-        width = [sizes[x] for x in ("N", "HV", "D", "V")]
-        if state is None:
-            return q.new_zeros([*width[:-1], width[-1] + self.normalize], dtype=computing_dtype(q))
+    def kernel_features(self, q, k):
+        from linattn_edu.kernels.step import MAPS
+
+        if self.name in MAPS:
+            return q, k, self.name
+        return self.features(q.float(), "q"), self.features(k.float(), "k"), "identity"
+
+    def bind_width(self, sizes, q):
+        """Bind D; a map of one's own is asked."""
+        width = sizes["K"]
+        if self.name is None:
+            with torch.no_grad():
+                one_token = q.new_zeros(1, *[1] * (q.dim() - 3), sizes["H"], sizes["K"], dtype=computing_dtype(q))
+                width = self.features(one_token, "k").shape[-1]
+        sizes.bind("D", width, "`feature_map`")
+
+    def checked(self, state, sizes, like, name):
+        self.bind_width(sizes, like[1])
         if not self.normalize:
             validate.floating_tensor(name, state, "N HV D V", sizes, like=like)
-            return state.to(computing_dtype(q))
+            return [state]
         if not isinstance(state, tuple) or len(state) != 2:
             raise TypeError(f"`{name}`: got {validate.describe(state)}, expected the tuple (S, z)")
         S, z = state
         validate.floating_tensor(f"{name}[0]", S, "N HV D V", sizes, like=like)
         validate.floating_tensor(f"{name}[1]", z, "N HV D", sizes, like=like)
-        return torch.cat([S.to(computing_dtype(q)), z.to(computing_dtype(q))[..., None]], -1)
+        return [S, z]
+
+    def state_in(self, state, sizes, like, name="initial_state"):
+        dtype = computing_dtype(like[1])
+        if state is None:
+            self.bind_width(sizes, like[1])
+            N, HV, D, V = (sizes[x] for x in ("N", "HV", "D", "V"))
+            return like[1].new_zeros(N, HV, D, V + self.normalize, dtype=dtype)
+        S, *z = self.checked(state, sizes, like, name)
+        return torch.cat([S.to(dtype), z[0].to(dtype)[..., None]], -1) if z else S.to(dtype)
 
     def state_out(self, S):
         return (S[..., :-1], S[..., -1]) if self.normalize else S

@@ -153,7 +153,7 @@ TABLE = {
     ],
     "linear: FeatureSpace.state_in": [
         (
-            "linear.recurrent", "z.to(computing_dtype(q))[..., None]", "0 * z.to(computing_dtype(q))[..., None]",
+            "linear.recurrent", "z[0].to(dtype)[..., None]", "0 * z[0].to(dtype)[..., None]",
             "starts the normaliser from zero although a state is given",
         ),
     ],

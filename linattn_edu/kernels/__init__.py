@@ -84,13 +84,29 @@ def chunk(q, k, v, gates, initial_state, cu_seqlens, scale, chunk_size, float_ou
     return o, last
 
 
+def serve_step(backend, sizes, tensors):
+    """`serve` for one token: the kernel keeps no graph, so that a call whose gradient is wanted stays in PyTorch."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if backend == "triton":
+            raise ValueError("`backend`: got 'triton', but a gradient is wanted: step under torch.no_grad(), or train with `fused`")
+        return False
+    return serve(backend, tensors[0], *sizes)
+
+
+def decode(q, k, v, gates, states, scale, eps, feature_map, inplace):
+    """The step kernel on checked arguments: o in the dtype of v, and the new states [S] or [S, z]."""
+    from linattn_edu.kernels import step
+
+    return step.decode(q, k, v, gates.get("g"), gates.get("beta"), states, scale, eps, feature_map, inplace)
+
+
 def compile_all(capability, dtypes=None, **more):
     """Compile every kernel for a GPU that need not be there, through the launches that a reader's call makes.
 
     Args:
         capability: the compute capability, as (8, 0).
         dtypes: of the inputs; None is what such a device supports.
-        more: `sizes` and `variants` of `kernels.compiling.compile_all`, to compile fewer.
+        more: `sizes`, `variants` and `families` of `kernels.compiling.compile_all`, to compile fewer.
 
     Returns:
         Records with `name`, `dtype`, `shared_bytes`, `registers` and `spilled_bytes` (a thread).

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from linattn_edu.kernels import config, op
+from linattn_edu.kernels import config, op, step
 
 SHARED_LIMIT = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Shared memory that one block may ask for, in bytes (CUDA C++ programming guide, compute capabilities)."""
@@ -83,7 +83,7 @@ def resources(kernel):
     return int(found[1]), int(found[2])
 
 
-def call(gate, delta, dtype, K=64, V=64, T=128):
+def call_chunk(gate, delta, dtype, K=64, V=64, T=128):
     """One forward and backward pass of the kernels on CPU tensors."""
     draw = dict(device="cpu", dtype=dtype)
     q, k, v = torch.zeros(1, T, 2, K, **draw), torch.zeros(1, T, 2, K, **draw), torch.zeros(1, T, 2, V, **draw)
@@ -93,7 +93,21 @@ def call(gate, delta, dtype, K=64, V=64, T=128):
     op.chunk_backward(torch.zeros_like(o), torch.zeros_like(last), q, k, v, g, beta, None, kept, 1.0, 64)
 
 
-def compile_all(capability, dtypes=None, *, sizes=((128, 128),), variants=VARIANTS):
+def call_step(gate, delta, dtype, K=64, V=64):
+    """One token on CPU tensors; a rule without gates and erasing with the normaliser too."""
+    q, v = torch.zeros(1, 2, K, dtype=dtype), torch.zeros(1, 2, V, dtype=dtype)
+    g = {"none": None, "scalar": torch.zeros(1, 2), "channel": torch.zeros(1, 2, K)}[gate]
+    beta = torch.zeros(1, 2) if delta else None
+    S, z = torch.zeros(1, 2, K, V), torch.zeros(1, 2, K)
+    step.launch(q, q, v, g, beta, S, None, S, None, v, 1.0, 0.0, "identity")
+    if gate == "none" and not delta:
+        step.launch(q, q, v, None, None, S, z, S, z, v, 1.0, 1e-6, "elu1")
+
+
+FAMILIES = {"chunk": call_chunk, "step": call_step}
+
+
+def compile_all(capability, dtypes=None, *, sizes=((128, 128),), variants=VARIANTS, families=tuple(FAMILIES)):
     """Compile the kernels of every variant for GPUs of a compute capability; no GPU is needed.
 
     Args:
@@ -101,6 +115,7 @@ def compile_all(capability, dtypes=None, *, sizes=((128, 128),), variants=VARIAN
         dtypes: of q, k and v; those that the kernels take on such a device if None.
         sizes: pairs (K, V).
         variants: pairs of the two switches, gate ("none", "scalar", "channel") and delta rule.
+        families: of the kernels "chunk" (a training step) and "step" (one token), those to compile.
 
     Returns:
         A `Record` for each kernel: name, dtype, shared memory in bytes, registers and spilled bytes a thread.
@@ -115,7 +130,8 @@ def compile_all(capability, dtypes=None, *, sizes=((128, 128),), variants=VARIAN
             raise ValueError(f"`dtypes`: got {dtype}, expected one of {supported}: bfloat16 needs compute capability 8.0")
         for (gate, delta), (K, V) in itertools.product(variants, sizes):
             with compiling_for(capability) as compiled:
-                call(gate, delta, dtype, K, V)
+                for family in families:
+                    FAMILIES[family](gate, delta, dtype, K, V)
             rule = " ".join(["plain" if gate == "none" else gate, *(["delta"] if delta else [])])
             for name, kernel in compiled:
                 records.append(Record(f"{name} {rule} {K}x{V}", dtype, kernel.metadata.shared, *resources(kernel)))
