@@ -3,10 +3,12 @@
 import torch
 
 
-def expect_silu(module):
-    """Check that the module's activation is SiLU, the only one that the layers have."""
-    if module.activation not in ("silu", "swish"):
-        raise ValueError(f"`mixer`: got the activation {module.activation!r}, expected 'silu'")
+def expect(mixer, kind):
+    """Check that `mixer` is a module of the class `kind` of transformers, whose activation is SiLU, as in our layers."""
+    if kind not in [parent.__name__ for parent in type(mixer).__mro__]:
+        raise TypeError(f"`mixer`: got {type(mixer).__name__}, expected a {kind} of transformers")
+    if mixer.activation not in ("silu", "swish"):
+        raise ValueError(f"`mixer`: got the activation {mixer.activation!r}, expected 'silu'")
 
 
 @torch.no_grad()

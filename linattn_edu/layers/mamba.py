@@ -88,9 +88,10 @@ class Mamba(RecurrentLayer):
         """The layer that computes what `mixer` does, a MambaMixer of transformers, with a copy of its weights.
 
         Raises:
+            TypeError: a module of another class.
             ValueError: an activation other than SiLU.
         """
-        hf.expect_silu(mixer)
+        hf.expect(mixer, "MambaMixer")
         layer = cls(
             mixer.hidden_size, expand=mixer.intermediate_size / mixer.hidden_size, state_dim=mixer.ssm_state_size,
             dt_rank=mixer.time_step_rank, conv_size=mixer.conv_kernel_size, conv_bias=mixer.use_conv_bias,

@@ -84,9 +84,10 @@ class Mamba2(RecurrentLayer):
         """The layer that computes what `mixer` does, a Mamba2Mixer of transformers, with a copy of its weights.
 
         Raises:
+            TypeError: a module of another class.
             ValueError: an activation other than SiLU.
         """
-        hf.expect_silu(mixer)
+        hf.expect(mixer, "Mamba2Mixer")
         layer = cls(
             mixer.hidden_size, expand=mixer.intermediate_size / mixer.hidden_size, head_dim=mixer.head_dim,
             state_dim=mixer.ssm_state_size, groups=mixer.n_groups, conv_size=mixer.conv_kernel_size,
