@@ -206,15 +206,14 @@ class Operator:
             validate.flag("output_final_state", output_final_state)
             N = sizes["B"] if cu_seqlens is None else validate.sequence_count(cu_seqlens, sizes, q.device)
             sizes.bind("N", N, "`q`" if cu_seqlens is None else "`cu_seqlens`")
-            S = space.state_in(initial_state, sizes, ("q", q))
-            if kernels.serve(backend, q, *S.shape[-2:]):
-                scale = space.scale(scale, sizes["K"])
-                with torch.autocast(q.device.type, enabled=False):
-                    xs = space.kernel_inputs(q, k, v)
-                    gates = dict(zip(self.gates, gates))
-                    o, S = kernels.chunk(*xs, gates, S, cu_seqlens, scale, chunk_size, space.normalize)
-                    o = space.leave(o).to(v.dtype)
-                return o, space.state_out(S) if output_final_state else None
+            S = None if initial_state is None else space.state_in(initial_state, sizes, ("q", q))
+            with full_precision(q):
+                xs = space.kernel_inputs(q, k, v)
+                if kernels.serve(backend, q, xs[1].shape[-1], xs[2].shape[-1]):
+                    scale, gates = space.scale(scale, sizes["K"]), dict(zip(self.gates, gates))
+                    float_output = space.normalize
+                    o, S = kernels.chunk(*xs, gates, S, cu_seqlens, scale, chunk_size, output_final_state, float_output)
+                    return space.leave(o).to(v.dtype), space.state_out(S) if output_final_state else None
         return self.chunkwise(
             q, k, v, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
             cu_seqlens=cu_seqlens, chunk_size=chunk_size, **named,

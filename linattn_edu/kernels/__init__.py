@@ -69,19 +69,20 @@ def serve(backend, q, K, V):
     return reason is None and 0 not in q.shape
 
 
-def chunk(q, k, v, gates, initial_state, cu_seqlens, scale, chunk_size, float_output):
-    """The kernels on checked arguments: o in the dtype of v or float32, and the last state, all differentiable."""
-    from linattn_edu.kernels.op import chunk_forward
+def chunk(q, k, v, gates, initial_state, cu_seqlens, scale, chunk_size, final, float_output):
+    """The kernels on checked arguments: o in the dtype of v or float32, and the last state if `final`; differentiable."""
+    from linattn_edu.kernels import op
 
-    if mode() == "interpret" and q.dtype == torch.bfloat16:  # the interpreter cannot multiply bfloat16
+    if q.dtype == torch.bfloat16 and mode() == "interpret":  # the interpreter cannot multiply bfloat16
         q, k, v = q.float(), k.float(), v.float()
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(q.device, torch.int64).contiguous()
     g, beta = (gates[name].float().contiguous() if name in gates else None for name in ("g", "beta"))
-    tensors = [q.contiguous(), k.contiguous(), v.contiguous(), g, beta, initial_state.contiguous()]
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    o, last, *_ = chunk_forward(*tensors, cu_seqlens, float(scale), chunk_size, save, float_output)
-    return o, last
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out_dtype = torch.float32 if float_output else v.dtype
+    return op.chunk(q, k, v, g, beta, initial_state, cu_seqlens, float(scale), chunk_size, final, out_dtype)
 
 
 def serve_step(backend, sizes, tensors):

@@ -63,7 +63,8 @@ def inter_backward(
     at_state = x[:, None] * V + y[None, :]
     mask_state = real_x[:, None] & real_y
     dS = tl.zeros([KP, BV], tl.float32)
-    dS += tl.load(dS_last + (n * HV + h) * K * V + at_state, mask=mask_state, other=0.0)
+    if dS_last is not None:
+        dS += tl.load(dS_last + (n * HV + h) * K * V + at_state, mask=mask_state, other=0.0)
     for _ in range(chunks):
         first -= C
         c -= 1
@@ -88,7 +89,8 @@ def inter_backward(
         if DELTA:
             W_c = tl.load(W + row[:, None] * K + x[None, :], mask=mask, other=0.0)
             dS -= matmul(tl.trans(W_c), dv_c, DTYPE, PRECISION)
-    tl.store(dS_first + (n * HV + h) * K * V + at_state, dS, mask=mask_state)
+    if dS_first is not None:
+        tl.store(dS_first + (n * HV + h) * K * V + at_state, dS, mask=mask_state)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from linattn_edu.kernels import config, op, step
+from linattn_edu.kernels import config, launch, op, step
 
 SHARED_LIMIT = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Shared memory that one block may ask for, in bytes (CUDA C++ programming guide, compute capabilities)."""
@@ -63,10 +63,12 @@ def compiling_for(capability):
 
     triton.runtime.driver.set_active(Driver(capability))
     JIT.run, config.capability_of = compile_only, lambda _: capability
+    launch.cached_plan.cache_clear()
     try:
         yield compiled
     finally:
         JIT.run, config.capability_of = run, device
+        launch.cached_plan.cache_clear()
         triton.runtime.driver._active = None
 
 
@@ -89,8 +91,9 @@ def call_chunk(gate, delta, dtype, K=64, V=64, T=128):
     q, k, v = torch.zeros(1, T, 2, K, **draw), torch.zeros(1, T, 2, K, **draw), torch.zeros(1, T, 2, V, **draw)
     g = {"none": None, "scalar": torch.zeros(1, T, 2), "channel": torch.zeros(1, T, 2, K)}[gate]
     beta = torch.zeros(1, T, 2) if delta else None
-    o, last, *kept = op.chunk_forward(q, k, v, g, beta, None, None, 1.0, 64, True, False)
-    op.chunk_backward(torch.zeros_like(o), torch.zeros_like(last), q, k, v, g, beta, None, kept, 1.0, 64)
+    S = torch.zeros(1, 2, K, V)
+    o, last, *kept = op.chunk_forward(q, k, v, g, beta, S, None, 1.0, 64, True, True, dtype)
+    op.chunk_backward(torch.zeros_like(o), torch.zeros_like(last), q, k, v, g, beta, S, None, kept, 1.0, 64)
 
 
 def call_step(gate, delta, dtype, K=64, V=64):

@@ -36,8 +36,8 @@ def capability_of(device):
     return INTERPRETED if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
-def choose(q, V, gate, delta, chunk_size):
-    return configuration(capability_of(q.device), q.dtype, q.shape[-1], V, gate, delta, chunk_size)
+def choose(device, dtype, K, V, gate, delta, chunk_size):
+    return configuration(capability_of(device), dtype, K, V, gate, delta, chunk_size)
 
 
 @functools.cache

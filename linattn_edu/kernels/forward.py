@@ -159,4 +159,5 @@ def inter(
         S += matmul(tl.trans(k_c), v_c, DTYPE, PRECISION)
         first += C
         c += 1
-    tl.store(S_last + (n * HV + h) * K * V + at_state, S, mask=mask_state)
+    if S_last is not None:
+        tl.store(S_last + (n * HV + h) * K * V + at_state, S, mask=mask_state)
