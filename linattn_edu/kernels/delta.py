@@ -3,7 +3,8 @@
 import torch
 
 from linattn_edu.kernels import backward, forward
-from linattn_edu.kernels.launch import chunk_table, on_device, plan, shared_heads
+from linattn_edu.kernels.device import on_device
+from linattn_edu.kernels.launch import chunk_table, plan, shared_heads
 
 
 def kept_names(p):

@@ -3,7 +3,6 @@
 Work arrays have one row a token, [tokens, HV, ...], like v: a chunk's rows lie where its tokens lie.
 """
 
-import contextlib
 import functools
 
 import torch
@@ -27,13 +26,6 @@ def chunk_table(cu_seqlens, T, C):
     stop = cu_seqlens[n + 1]
     first = torch.minimum(cu_seqlens[n] + (c - first_chunk[n]) * C, stop)
     return first_chunk, torch.stack([first, stop], -1)
-
-
-def on_device(x):
-    """Launches go to the current device: make it that of `x`."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
 
 
 class Plan:
