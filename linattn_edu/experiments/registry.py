@@ -1,0 +1,110 @@
+"""What an experiment is: a function of a seed that returns rows, its settings, and how its table is recorded."""
+
+import importlib
+import inspect
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from linattn_edu.bench import sweep
+
+EXPERIMENTS = {
+    name: theme
+    for theme, names in {
+        "memory": ("capacity", "overwriting", "rebinding", "correlation", "repetition", "forgetting"),
+        "state_tracking": ("parity", "swaps"),
+    }.items()
+    for name in names
+}
+"""The name of every experiment, and the module of this package that defines it."""
+
+
+def experiment(*, gpu=None):
+    """Declare a function `f(seed, *, device, ...) -> rows` an experiment.
+
+    Its default arguments are the short setting, for one CPU core in less than a minute; `gpu` is what the larger
+    setting changes.
+    """
+
+    def declare(f):
+        f.gpu = gpu or {}
+        return f
+
+    return declare
+
+
+def find(name):
+    """The function of an experiment."""
+    if name not in EXPERIMENTS:
+        raise ValueError(f"`name`: got {name!r}, expected one of {', '.join(EXPERIMENTS)}")
+    return getattr(importlib.import_module(f"linattn_edu.experiments.{EXPERIMENTS[name]}"), name)
+
+
+def settings(name, setting="short"):
+    """The arguments of an experiment in its setting "short" or "gpu", by name."""
+    if setting not in ("short", "gpu"):
+        raise ValueError(f"`setting`: got {setting!r}, expected 'short' or 'gpu'")
+    f = find(name)
+    defaults = {key: p.default for key, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    return defaults if setting == "short" else defaults | {"device": "cuda"} | f.gpu
+
+
+def run(name, seeds=(0,), *, setting="short", workers=1, **changes):
+    """Run an experiment once a seed.
+
+    Args:
+        name: a key of `EXPERIMENTS`.
+        seeds: whole numbers; each draws its own data and weights.
+        setting: "short" for a CPU, "gpu" for the larger one.
+        workers: seeds that run at a time, each in a process with one thread if more than 1.
+        changes: arguments of the experiment that differ from the setting.
+
+    Returns:
+        a list of rows (dicts), each with its seed.
+
+    Raises:
+        ValueError: an unknown name or setting.
+    """
+    arguments = settings(name, setting) | changes
+    if workers == 1:
+        tables = [find(name)(seed, **arguments) for seed in seeds]
+    else:
+        with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+            tables = list(pool.map(_one, ((name, seed, arguments) for seed in seeds)))
+    return [{"seed": seed, **row} for seed, rows in zip(seeds, tables) for row in rows]
+
+
+def _one(job):
+    name, seed, arguments = job
+    return find(name)(seed, **arguments)
+
+
+def record(path, rows, *, command, arguments):
+    """Write rows as CSV below the command, the settings, the machine, the versions and the date."""
+    about = sweep.provenance(arguments["device"]) | {"command": command}
+    sweep.write(path, rows, about | {key: x for key, x in arguments.items() if key not in about})
+
+
+def recorded(name):
+    """The rows of the recorded table of an experiment, numbers as numbers, and the facts above it; None without the book."""
+    return sweep.recorded(Path("experiments", name))
+
+
+def spread(rows, value, by):
+    """Least, mean and greatest of the column `value` over the seeds, for each combination of the columns `by`.
+
+    Args:
+        rows: what `run` returns, or `recorded(name)[0]`.
+        value: the name of a column of numbers.
+        by: the name of a column, or a list of names.
+
+    Returns:
+        {key: (least, mean, greatest)}, in the order of the rows; key is a tuple where `by` is a list.
+    """
+    groups = {}
+    for row in rows:
+        key = row[by] if isinstance(by, str) else tuple(row[name] for name in by)
+        groups.setdefault(key, []).append(row[value])
+    return {key: (min(xs), sum(xs) / len(xs), max(xs)) for key, xs in groups.items()}
