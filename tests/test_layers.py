@@ -1,12 +1,16 @@
 """What every layer promises: one function however its tokens arrive, padded or not, packed or not, piece by piece."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from operators import numpy_recurrence
 
+from linattn_edu import kernels
 from linattn_edu.layers import (
     Cache,
     DeltaNet,
@@ -338,6 +342,15 @@ def test_all_forms_are_one_layer(name):
     for other in results[1:]:
         for a, b in zip(results[0], other):
             torch.testing.assert_close(a, b, **TIGHT)
+
+
+@pytest.mark.skipif(kernels.mode() == "missing", reason="no Triton on this system")
+def test_layers_on_the_kernels_in_the_interpreter(root):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_layers.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 # Training.
