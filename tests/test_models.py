@@ -70,14 +70,14 @@ def oracle(model, ids):
     K = D // config.heads
     for i, name in enumerate(config.mixers):
         p = f"blocks.{i}."
-        projected = norm(x, p + "mixer_norm") @ w[p + "mixer.project.weight"].T
+        projected = [norm(x, p + "mixer_norm") @ w[p + f"mixer.{each}_proj.weight"].T for each in "qkv"]
         heads = []
         for h in range(config.heads):
-            q, k, v = (projected[:, j * D + h * K : j * D + (h + 1) * K] for j in range(3))
+            q, k, v = (each[:, h * K : (h + 1) * K] for each in projected)
             if name in config.rope:
                 q, k = rotated(q, config.rope_base), rotated(k, config.rope_base)
             heads.append(attend(name, q, k, v))
-        x = x + np.concatenate(heads, axis=1) @ w[p + "mixer.out.weight"].T
+        x = x + np.concatenate(heads, axis=1) @ w[p + "mixer.o_proj.weight"].T
         up = norm(x, p + "mlp_norm") @ w[p + "mlp.up.weight"].T
         gate, value = up[:, : config.hidden], up[:, config.hidden :]
         x = x + (gate / (1 + np.exp(-gate)) * value) @ w[p + "mlp.down.weight"].T
@@ -91,7 +91,7 @@ def oracle(model, ids):
 def test_model_is_its_formulas(T, changes):
     model, ids = small(**changes), text(T)
     with torch.no_grad():
-        logits = model(ids)
+        logits, _ = model(ids)
     assert logits.shape == (2, T, 256)
     for row, each in zip(ids, logits):
         np.testing.assert_allclose(each.numpy(), oracle(model, row.numpy()), rtol=0, atol=1e-10)
@@ -102,14 +102,14 @@ def test_logits_see_the_past_alone():
     changed = ids.clone()
     changed[0, 25] ^= 1
     with torch.no_grad():
-        difference = (model(ids) - model(changed)).abs().amax(-1)[0]
+        difference = (model(ids)[0] - model(changed)[0]).abs().amax(-1)[0]
     assert difference[:25].max() == 0 and difference[25:].min() > 0
 
 
 def test_qkv_is_what_the_mixers_see(pretrained):
     """Softmax over the handed-out q and k, applied to v, gives back each layer's mixer output."""
     ids, outputs = text(50), []
-    hooks = [b.mixer.register_forward_hook(lambda m, i, o: outputs.append(o)) for b in pretrained.blocks]
+    hooks = [b.mixer.register_forward_hook(lambda m, i, o: outputs.append(o[0])) for b in pretrained.blocks]
     with torch.no_grad():
         pretrained(ids)
         for hook in hooks:
@@ -121,7 +121,7 @@ def test_qkv_is_what_the_mixers_see(pretrained):
         scores = torch.einsum("bthk,bshk->bhts", q, k) * 32**-0.5
         weights = scores.masked_fill(~torch.ones(50, 50).tril().bool(), -torch.inf).softmax(-1)
         o = torch.einsum("bhts,bshv->bthv", weights, v).flatten(2)
-        torch.testing.assert_close(block.mixer.out(o), output, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(block.mixer.o_proj(o), output, rtol=1e-4, atol=1e-5)
 
 
 def test_rope_turns_positions_into_differences():

@@ -4,8 +4,10 @@ import torch
 
 from linattn_edu import linear
 from linattn_edu.feature_maps import feature_map as feature_map_named
+from linattn_edu.layers import packing
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.qkv import QKVLayer, head_dim
+from linattn_edu.layers.rope import rope
 
 
 class LinearAttention(QKVLayer):
@@ -14,7 +16,8 @@ class LinearAttention(QKVLayer):
         S_t = S_{t-1} + phi(k_t) v_t^T,   z_t = z_{t-1} + phi(k_t)
         y_t = W_o (S_t^T phi(q_t) / (z_t^T phi(q_t) + eps))
 
-    Without the normaliser z the sum S grows with t, and an RMSNorm of each head takes its place.
+    With `rope_base`, q and k turn by position before phi. Without the normaliser z the sum S grows with t, and an RMSNorm
+    of each head takes its place.
 
     Args:
         width: D.
@@ -22,26 +25,38 @@ class LinearAttention(QKVLayer):
         key_dim, value_dim: K and V; width / heads if None.
         feature_map: phi, a name in `feature_maps.FEATURE_MAPS`, or a callable on the last axis.
         normalize: divide by z_t^T phi(q_t) + eps.
-        conv_size: W of a short convolution with SiLU on q, k and v; none if None. Without it, and without positions in
-            x, nothing tells the order of the tokens.
+        rope_base: base of the rotary positions; none if None.
+        conv_size: W of a short convolution with SiLU on q, k and v; none if None. Without both nothing tells the order
+            of the tokens.
         form: "fused", "chunkwise", "parallel" or "recurrent", how the operator computes.
 
     Source: Katharopoulos et al. 2020; the norm instead of z: Qin et al. 2022 (2210.10340).
     """
 
     def __init__(
-        self, width, heads, *, key_dim=None, value_dim=None, feature_map="elu1", normalize=True, conv_size=None,
-        form="fused",
+        self, width, heads, *, key_dim=None, value_dim=None, feature_map="elu1", normalize=True, rope_base=None,
+        conv_size=None, form="fused",
     ):  # fmt: skip
         key_dim, value_dim = key_dim or head_dim(width, heads), value_dim or head_dim(width, heads)
         super().__init__(width, heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size, form=form)
-        self.feature_map, self.normalize = feature_map, normalize
+        self.feature_map, self.normalize, self.rope_base = feature_map, normalize, rope_base
         features = feature_map_named(feature_map)(torch.zeros(1, 1, heads, key_dim)).shape[-1]
         self.state_shapes = ((heads, features, value_dim), *([(heads, features)] if normalize else []))
         self.norm = None if normalize else RMSNorm(value_dim)
 
+    def qkv(self, x, *, start=0):
+        """What the operator sees of a text: q, k and v, [B, T, H, K] each; `start` is the place of the first token."""
+        q, k, v, _ = self.project(x, self.initial_cache(len(x), dtype=x.dtype, device=x.device), None)
+        return *self.placed(q, k, start=start), v
+
+    def placed(self, q, k, **positions):
+        if self.rope_base is None:
+            return q, k
+        return tuple(rope(each, base=self.rope_base, **positions) for each in (q, k))
+
     def mix(self, x, cache, cu_seqlens):
         q, k, v, conv = self.project(x, cache, cu_seqlens)
+        q, k = self.placed(q, k, positions=packing.positions(x, cache.seen, cu_seqlens))
         options = {"feature_map": self.feature_map, "normalize": self.normalize}
         o, state = self.run(linear, q, k, v, cache.state, cu_seqlens, **options)
         o = o if self.norm is None else self.norm(o)

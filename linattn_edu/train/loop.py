@@ -16,7 +16,7 @@ def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor,
     The bytes go to the device of the model.
     """
     inputs, targets = (ids.to(next(model.parameters()).device) for ids in (inputs, targets))
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction=reduction)
+    return F.cross_entropy(model(inputs)[0].flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 @torch.no_grad()
