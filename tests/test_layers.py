@@ -14,9 +14,11 @@ from linattn_edu import kernels
 from linattn_edu.layers import (
     Cache,
     DeltaNet,
+    GatedAttention,
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
+    LatentAttention,
     LayerScale,
     LinearAttention,
     Mamba,
@@ -24,6 +26,7 @@ from linattn_edu.layers import (
     Retention,
     RMSNorm,
     ShortConvolution,
+    SoftmaxAttention,
     initial,
     packing,
 )
@@ -45,7 +48,17 @@ RECURRENT = {
     "Mamba2": lambda: Mamba2(D, head_dim=4, state_dim=5, groups=2),
     "ShortConvolution": lambda: ShortConvolution(D, bias=True),
 }
-LAYERS = dict(RECURRENT)
+ATTENTION = {
+    "SoftmaxAttention": lambda: SoftmaxAttention(D, 2),
+    "SoftmaxAttention, grouped": lambda: SoftmaxAttention(D, 4, kv_heads=2, head_dim=6, qk_norm=True, rope_channels=2),
+    "SoftmaxAttention, NoPE": lambda: SoftmaxAttention(D, 3, rope_base=None, bias=True),
+    "GatedAttention": lambda: GatedAttention(D, 2),
+    "LatentAttention": lambda: LatentAttention(D, 2, latent=5, nope_dim=4, rope_dim=2, v_dim=3),
+    "LatentAttention, RoPE": lambda: LatentAttention(
+        D, 2, latent=5, nope_dim=4, rope_dim=2, v_dim=3, rope_base=100.0, q_latent=6
+    ),
+}
+LAYERS = RECURRENT | ATTENTION
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_recurrent_layer = pytest.mark.parametrize("name", RECURRENT)
