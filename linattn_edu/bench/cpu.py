@@ -22,8 +22,9 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from linattn_edu import VARIANTS, l2norm, mamba
-from linattn_edu.bench.sweep import provenance, write
+from linattn_edu import VARIANTS, mamba
+from linattn_edu.bench.inputs import arguments as draw
+from linattn_edu.bench.record import provenance, write
 
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 OPERATORS = {name: module for name, module in VARIANTS.items() if name != "softmax"} | {"mamba": mamba}
@@ -32,25 +33,8 @@ LENGTHS = [2**10, 2**12, 2**14, 2**16]
 
 
 def arguments(name, T):
-    """Inputs of an operator: weak gates, unit keys where there is a delta rule."""
-    draw = torch.Generator().manual_seed(0)
-
-    def uniform(*shape):
-        return torch.rand(1, T, *shape, generator=draw)
-
-    def normal(*shape):
-        return torch.randn(1, T, *shape, generator=draw)
-
-    if name == "mamba":
-        A = -torch.arange(1.0, STATES + 1).expand(HEADS * WIDTH, STATES).contiguous()
-        u, delta = normal(HEADS * WIDTH), 0.1 * uniform(HEADS * WIDTH)
-        return {"u": u, "delta": delta, "A": A, "B": normal(STATES), "C": normal(STATES)}
-    a = {"q": normal(HEADS, WIDTH), "k": l2norm(normal(HEADS, WIDTH)), "v": normal(HEADS, WIDTH)}
-    shapes = {"decay": {"g": [HEADS]}, "gla": {"g": [HEADS, WIDTH]}, "deltanet": {"beta": [HEADS]}}
-    shapes |= {"gated_deltanet": shapes["decay"] | shapes["deltanet"], "kda": shapes["gla"] | shapes["deltanet"]}
-    for gate, shape in shapes.get(name, {}).items():
-        a[gate] = uniform(*shape) if gate == "beta" else -0.1 * uniform(*shape)
-    return a
+    """Inputs of an operator: unit keys, random gates."""
+    return draw(name, T=T, H=HEADS, K=WIDTH, N=STATES, dtype=torch.float32)
 
 
 def forward(f, a):

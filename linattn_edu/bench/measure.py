@@ -1,7 +1,9 @@
 """How long a function runs and how much memory it takes, on a CPU or a GPU.
 
 Time is the median of repeated calls, after warm-up, with the quartiles beside it. Memory is what the allocator handed
-out at the peak, above what was held before the call: counted, not sampled, so that it repeats to the byte.
+out at the peak, above what was held before the call: counted, not sampled, so that it repeats to the byte. On a GPU
+`seconds` is the time from the first to the last launch with all that the host does meanwhile, `replay_seconds` that of
+the launches.
 """
 
 import os
@@ -36,6 +38,20 @@ def seconds(f, *, device=None, at_least=5, budget=0.5, warmup=1):
         spent += times[-1]
     low, median, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     return Times(median, low, high, len(times))
+
+
+def replay_seconds(f, **options):
+    """Time the launches of `f()` alone: recorded once as a CUDA graph and replayed, so that no work of the host counts."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            f()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        f()
+    return seconds(graph.replay, device="cuda", **options)
 
 
 def peak_bytes(f, *, device=None):

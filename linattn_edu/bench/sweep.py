@@ -7,12 +7,7 @@ A row is one form at one length: seconds a forward pass (median and quartiles) a
 """
 
 import argparse
-import csv
-import datetime
-import platform
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +15,7 @@ from tqdm import tqdm
 
 from linattn_edu import linear, softmax
 from linattn_edu.bench.measure import peak_bytes, seconds
+from linattn_edu.bench.record import provenance, read, recorded, write  # noqa: F401
 
 FORMS = {
     "softmax, T x T matrix": softmax.parallel,
@@ -85,64 +81,6 @@ def decode(contexts, *, B=1, H=1, K=64, V=64, dtype=torch.float32, device="cpu",
 
 def _attend(q, k, v):
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-
-
-def provenance(device, **settings):
-    """Machine, versions, date and settings, for the head of a recorded table."""
-    gpu = torch.device(device).type == "cuda"
-    about = {
-        "machine": torch.cuda.get_device_name(device) if gpu else f"{cpu_model()}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join([f"python -m linattn_edu.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        **settings,
-    }
-    if gpu:
-        about["cuda"] = torch.version.cuda
-    return about
-
-
-def cpu_model():
-    """The name of the processor, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0] if names else platform.processor() or "CPU"
-
-
-def write(path, rows, about):
-    """Write rows as CSV, below one comment line for each fact in `about`."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        file.writelines(f"# {key}: {x}\n" for key, x in about.items())
-        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-
-
-def read(path):
-    """The rows of a table that `write` wrote, numbers as numbers, and the facts above it."""
-    lines = Path(path).read_text().splitlines()
-    about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    rows = csv.DictReader(line for line in lines if not line.startswith("# "))
-    return [{key: value(x) for key, x in row.items()} for row in rows], about
-
-
-def value(text):
-    """A cell of a table as an int or float if it is one."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
-
-
-def recorded(name):
-    """A table of the repository's `book/data`, or None where the package is used without the book."""
-    path = Path(__file__).resolve().parents[2] / "book" / "data" / f"{name}.csv"
-    return read(path) if path.is_file() else None
 
 
 def main():
