@@ -1,0 +1,33 @@
+"""One small call of each kernel, for a checker of memory accesses to watch; odd sizes, so that every mask is needed.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m linattn_edu.kernels.one_call
+
+Without its cache PyTorch asks the driver for every tensor, so that a read beyond one is a read of nothing.
+"""
+
+import sys
+
+import torch
+
+from linattn_edu.check.cases import inputs
+from linattn_edu.kernels.verify import CASES, VARIANTS, one_token, results, rounded
+
+SIZES = dict(H=1, HV=2, K=20, V=36)
+
+
+def main(device="cuda", *dtypes):
+    """Forward, backward and one token of every variant, whole and packed."""
+    for name in ("linear", *VARIANTS):
+        regime = "weak" if "g" in CASES[name].gates else "zero"
+        for dtype in [getattr(torch, x) for x in dtypes] or [torch.float32, torch.bfloat16]:
+            a = rounded(inputs(name, regime, B=1, T=37, N=2, **SIZES), dtype, device)
+            bounds = torch.tensor([0, 20, 37], device=device)
+            results(CASES[name].module.fused, a, backend="triton", cu_seqlens=bounds)
+            a = rounded(inputs(name, regime, B=1, T=37, **SIZES), dtype, device)
+            results(CASES[name].module.fused, a, backend="triton")
+            assert one_token(name, regime, dtype, B=1, **SIZES, device=device)["ok"]
+    print("done")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""The record of the GPU's errors, made here by the interpreter: tests/test_verify.py runs this file."""
+
+import csv
+from unittest import mock
+
+import pytest
+import torch
+
+from linattn_edu import decay, kda
+from linattn_edu.kernels import one_call, verify
+
+SIZES = dict(B=1, T=20, H=1, HV=2, K=8, V=12)
+
+
+@pytest.mark.parametrize("dtype", verify.DTYPES)
+@pytest.mark.parametrize("name", ["linear", "kda"])
+def test_right_kernels_are_ok(name, dtype):
+    regime = "weak" if name == "kda" else "zero"
+    row = verify.case(name, regime, dtype, **SIZES, device="cpu")
+    assert row["ok"] is True and row["check"] == "whole" and row["T"] == 20
+    assert all(float(row[key]) < 1e-2 for key in ("o", "state", "dq", "dk", "dv", "dinitial_state"))
+    assert (row["dg"] != "") == (name == "kda")
+    sizes = {key: x for key, x in SIZES.items() if key != "T"}
+    assert verify.one_token(name, regime, dtype, **sizes, device="cpu")["ok"] is True
+
+
+def test_packed_sequences():
+    row = verify.case("decay", "strong", torch.float32, B=1, T=20, H=1, HV=2, K=8, V=12, bounds=[0, 0, 1, 20], device="cpu")
+    assert row["ok"] is True and row["check"] == "packed"
+
+
+def test_a_wrong_gradient_is_not_ok():
+    right = decay.fused
+
+    def wrong(**a):
+        return right(**a | {"g": a["g"] + 1e-3 * a["g"].detach()})
+
+    with mock.patch.object(decay, "fused", wrong):
+        row = verify.case("decay", "strong", torch.float32, **SIZES, device="cpu")
+    assert row["ok"] is False and float(row["error"]) > 3 * float(row["reference"])
+
+
+def test_calls_that_differ_are_not_ok():
+    right, calls = kda.fused, []
+
+    def drifting(**a):
+        calls.append(0)
+        o, state = right(**a)
+        return o * (1 + 1e-7 * len(calls)), state
+
+    with mock.patch.object(kda, "fused", drifting):
+        row = verify.case("kda", "weak", torch.float32, **SIZES, device="cpu")
+    assert row["ok"] is False and row["note"] == "two calls differ"
+
+
+def test_the_reference_multiplies_like_the_kernels():
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        row = verify.case("gated_deltanet", "weak", dtype, **SIZES, device="cpu")
+        found[dtype] = float(row["reference"])
+    assert found[torch.float32] < 1e-6 < 1e-3 < found[torch.bfloat16] < 2e-2, found
+
+
+def test_what_a_check_raises_is_a_line(tmp_path, capsys):
+    [row] = verify.attempt(verify.case, "kda", "weak", torch.float32, **SIZES | {"K": 300}, device="cpu")
+    assert row["ok"] is False and "the kernels serve K <= 256" in row["note"] and row["K"] == 300
+    rows = [verify.case("decay", "weak", torch.float32, **SIZES, device="cpu"), row]
+    verify.write(tmp_path / "errors.csv", rows)
+    lines = [text for text in (tmp_path / "errors.csv").read_text().splitlines() if not text.startswith("#")]
+    assert [r["ok"] for r in csv.DictReader(lines)] == ["True", "False"]
+    assert "1 of 2 cases ok" in capsys.readouterr().out
+
+
+def test_the_plan_covers_every_variant_dtype_regime_and_size():
+    tasks = list(verify.small())
+    cases = {(task[1], task[2], task[3], task[4]["K"], task[4]["V"]) for task in tasks if task[0] is verify.case}
+    assert len(cases) == len(verify.REGIMES_OF) * 3 * 4
+    assert {task[4]["T"] for task in verify.large() if task[0] is verify.case} >= {65536}
+    groups = verify.grouped(tasks)
+    assert sum(map(len, groups)) == len(tasks) and len(groups) >= 27
+
+
+def test_one_call_reaches_every_kernel(capsys):
+    one_call.main("cpu", "float32")
+    assert capsys.readouterr().out == "done\n"
