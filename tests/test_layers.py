@@ -250,6 +250,8 @@ def test_positions_count_from_what_was_seen():
     x, seen = tokens(5, B=1), torch.tensor([0, 10, 3])
     packed = packing.positions(x, seen, torch.tensor([0, 2, 2, 5]))
     assert torch.equal(packed, torch.tensor([[0, 1, 3, 4, 5]]))
+    assert torch.equal(packing.positions(x, None, torch.tensor([0, 2, 5])), torch.tensor([[0, 1, 0, 1, 2]]))
+    assert torch.equal(packing.positions(tokens(2), None, None), torch.tensor([[0, 1]] * 3))
     assert torch.equal(packing.positions(tokens(2), seen, None), torch.tensor([[0, 1], [10, 11], [3, 4]]))
 
 
@@ -515,6 +517,21 @@ def test_initial_gates_lie_in_the_ranges_asked_for():
     torch.testing.assert_close(alpha**99, torch.tensor([0.5, 0.5]), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "make, matrices, more",
+    [
+        (LinearAttention, 4, 0),
+        (Retention, 8, 0),
+        (GatedLinearAttention, 4, 16 * 64 + 32 * 16 + 32 + 64 + 32),  # W_a1, W_a2, b_a, b_z, norm
+        (DeltaNet, 4, 4 * 3 * 64 + 2 * 64 + 32),  # convolution, W_b, norm
+        (GatedDeltaNet, 5, 4 * 3 * 64 + 2 * 2 * 64 + 2 * 2 + 32),  # and W_a, W_b, A_log and dt_bias
+        (KimiDeltaAttention, 4, 4 * 3 * 64 + 2 * 64 + 4 * 32 * 64 + 2 + 64 + 32),  # and W_a, W_z of rank K
+    ],
+)
+def test_parameters_by_default_are_those_of_the_recipe(make, matrices, more):
+    assert sum(p.numel() for p in make(64, 2).parameters()) == matrices * 64**2 + more
+
+
 # Norms.
 
 
@@ -537,6 +554,10 @@ def test_rms_norm_is_its_formula(groups, gate, gate_first, zero_centred):
 
 
 def test_rms_norm_computes_in_float32():
+    torch.manual_seed(0)
+    norm, (x, z) = RMSNorm(64, gate="silu"), torch.randn(2, 8, 64).bfloat16()
+    norm.weight.data.normal_()
+    assert torch.equal(norm(x, z), norm(x.float(), z.float()).bfloat16())  # rounded once, at the end
     x = torch.full((1, 4), 300.0, dtype=torch.float16)  # the square is beyond float16
     assert torch.equal(RMSNorm(4)(x), torch.ones(1, 4, dtype=torch.float16))
     assert RMSNorm(4).bfloat16()(x.bfloat16()).dtype == torch.bfloat16

@@ -1,7 +1,5 @@
 """Weights of a transformers module under our names."""
 
-import torch
-
 
 def expect(mixer, kind):
     """Check that `mixer` is a module of the class `kind` of transformers, whose activation is SiLU, as in our layers."""
@@ -11,7 +9,6 @@ def expect(mixer, kind):
         raise ValueError(f"`mixer`: got the activation {mixer.activation!r}, expected 'silu'")
 
 
-@torch.no_grad()
 def copy(source, layer, names):
     """Copy all weights of `source` into `layer`, and return it in their dtype and on their device.
 

@@ -77,7 +77,7 @@ def positions(x, seen, cu_seqlens):
     if cu_seqlens is None:
         return t.expand(x.shape[:2]) if seen is None else seen[:, None] + t
     bounds = cu_seqlens.to(x.device, torch.int64)
-    first = bounds[:-1] if seen is None else bounds[:-1] - seen
+    first = bounds[:-1] - (0 if seen is None else seen)
     return (t - torch.repeat_interleave(first, bounds.diff(), output_size=T))[None]
 
 
