@@ -1,14 +1,20 @@
 """The training loop: its schedule, its losses, and that it repeats bit for bit."""
 
+import csv
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
 from linattn_edu import data, models
-from linattn_edu.models import ByteLM, ByteLMConfig
-from linattn_edu.train import adamw, evaluate, learning_rate, loss_by_position, summary, train
+from linattn_edu.models import ByteLM, ByteLMConfig, LanguageModel, LanguageModelConfig
+from linattn_edu.train import adamw, checkpoint, evaluate, learning_rate, loss_by_position, parallel, summary, train
 from linattn_edu.train.__main__ import main
 from linattn_edu.train.loop import update
 
@@ -154,10 +160,168 @@ def test_command_repeats_and_writes_a_model_that_loads_and_a_true_record(tmp_pat
             records.append(json.loads((tmp_path / f"{name}.json").read_text("utf-8")))
     finally:
         torch.set_num_threads(threads)
-    first, second = ({k: v for k, v in r.items() if k not in ("seconds", "date")} for r in records)
+    first, second = ({k: v for k, v in r.items() if k not in ("seconds", "tokens_per_second", "date")} for r in records)
     assert first == second
     model = models.load((tmp_path / "first.npz.xz").read_bytes(), ByteLMConfig(**first["config"]))
     assert first["validation_loss"] == pytest.approx(evaluate(model), abs=1e-6)
     assert model.config == ByteLMConfig(8, 2, ("softmax", "linear"), 8)
     assert [step for step, _ in first["validation_history"]] == [3]
     assert "--steps 3" in first["command"] and str(tmp_path) not in json.dumps(first)
+
+
+# Checkpoints.
+
+
+class Stopped(Exception):
+    pass
+
+
+def noisy(seed=0):
+    """A model that draws random numbers in training, as one with dropout does."""
+    model = small(seed)
+    model.norm.register_forward_hook(lambda m, _, y: y + 0.1 * torch.randn_like(y) if m.training else y)
+    return model
+
+
+def stop_at(model, step):
+    """Break off training in the forward pass of this step, counted from 1 in this process."""
+    seen = []
+
+    def count(m, _):
+        seen.extend([1] if m.training else [])
+        if len(seen) == step:
+            raise Stopped
+
+    model.register_forward_pre_hook(count)
+    return model
+
+
+@pytest.mark.parametrize("stops", [(2,), (5,), (5, 2, 2)])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, stops):
+    settings = dict(steps=7, validate_every=3, checkpoint_every=2)
+    whole, path = noisy(), tmp_path / "run.ckpt"
+    torch.manual_seed(9)
+    expected = quick(whole, **settings)
+    for stop in stops:  # a new process each time: other weights and another state of the random numbers
+        model = noisy(seed=1 if path.exists() else 0)
+        torch.manual_seed(77 if path.exists() else 9)
+        with pytest.raises(Stopped):
+            quick(stop_at(model, stop), **settings, checkpoint=path)
+    resumed, starts = noisy(seed=1 if path.exists() else 0), path.exists()
+    torch.manual_seed(77 if starts else 9)
+    assert quick(resumed, **settings, checkpoint=path) == expected
+    assert torch.equal(parameters(resumed), parameters(whole))
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    settings = dict(steps=3, checkpoint=tmp_path / "run.ckpt")
+    model = small()
+    records, weights = quick(model, **settings), parameters(model)
+    again = stop_at(small(seed=5), 1)
+    assert quick(again, **settings) == records and torch.equal(parameters(again), weights) and not again.training
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    quick(small(), steps=2, checkpoint=tmp_path / "run.ckpt")
+    with pytest.raises(ValueError, match="`checkpoint`: got one of another run, lr = 0.004 where now 0.1, steps = 2 where now 3"):
+        quick(small(), steps=3, lr=0.1, checkpoint=tmp_path / "run.ckpt")
+
+
+def test_a_half_written_file_never_replaces_a_good_one(tmp_path):
+    path = tmp_path / "file"
+    checkpoint.replace(path, lambda file: file.write(b"good"))
+
+    def broken(file):
+        file.write(b"ba")
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        checkpoint.replace(path, broken)
+    assert path.read_bytes() == b"good"
+    checkpoint.replace(path, lambda file: file.write(b"better"))
+    assert path.read_bytes() == b"better" and list(tmp_path.iterdir()) == [path]
+
+
+COMMAND = [
+    "--mixers", "gated_deltanet,softmax", "--width", "16", "--heads", "2", "--hidden", "16", "--batch", "4", "--length", "32",
+    "--checkpoint_every", "1", "--brief",
+]  # fmt: skip
+
+
+def log(path):
+    with path.open() as file:
+        return [{k: x for k, x in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def test_a_run_killed_at_any_moment_ends_like_one_that_was_not(tmp_path):
+    run = [sys.executable, "-m", "linattn_edu.train", *COMMAND, "--steps", "40"]
+    subprocess.run([*run, "--out", tmp_path / "whole"], check=True, capture_output=True)
+    kept, kills = tmp_path / "run.ckpt", 0
+    for delay in (0.13, 0.02):
+        process = subprocess.Popen([*run, "--out", tmp_path / "killed", "--checkpoint", kept], stderr=subprocess.DEVNULL)
+        before = kept.stat().st_mtime_ns if kept.exists() else 0
+        while process.poll() is None and not (kept.exists() and kept.stat().st_mtime_ns > before):
+            time.sleep(0.005)
+        time.sleep(delay)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    subprocess.run([*run, "--out", tmp_path / "killed", "--checkpoint", kept], check=True, capture_output=True)
+    assert kills == 2
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "killed"))
+    assert first["validation_history"] == second["validation_history"] and first["command"] == second["command"]
+    models_ = [LanguageModel.load(tmp_path / f"{name}.safetensors") for name in ("whole", "killed")]
+    assert torch.equal(*map(parameters, models_))
+    assert log(tmp_path / "whole.csv") == log(tmp_path / "killed.csv") and len(log(tmp_path / "killed.csv")) == 40
+
+
+# Several processes, bfloat16, any mixer.
+
+
+def test_two_processes_have_the_losses_of_one(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    for name, launch in (("one", [sys.executable, "-m"]), ("two", torchrun)):
+        command = [*launch, "linattn_edu.train", *COMMAND, "--steps", "12", "--out", tmp_path / name]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    one, two = (log(tmp_path / f"{name}.csv") for name in ("one", "two"))
+    assert [float(r["loss"]) for r in two] == pytest.approx([float(r["loss"]) for r in one], abs=1e-4)
+    assert float(two[-1]["validation"]) == pytest.approx(float(one[-1]["validation"]), abs=1e-4)
+    assert json.loads((tmp_path / "two.json").read_text())["processes"] == 2
+
+
+def test_shares_are_the_batch(monkeypatch):
+    x, y = torch.arange(12).view(6, 2), torch.arange(6)
+    assert all(map(torch.equal, parallel.share(x, y), (x, y)))
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr(parallel, "place", lambda rank=rank: (rank, 3))
+        shares.append(parallel.share(x, y))
+    assert all(map(torch.equal, map(torch.cat, zip(*shares)), (x, y)))
+    with pytest.raises(ValueError, match="`batch`: got 4, expected a multiple of the 3 processes"):
+        quick(small())
+
+
+def test_bf16_rounds_the_computation_and_not_the_weights():
+    exact, rounded = (quick(small(), lr=1e-2, steps=4, bf16=bf16) for bf16 in (False, True))
+    for a, b in zip(exact, rounded):
+        assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=0.02)
+    model = small()
+    quick(model, bf16=True)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_command_trains_any_pattern_and_draws_its_log(tmp_path):
+    threads = torch.get_num_threads()
+    try:
+        sizes = "--width 16 --heads 2 --hidden 16 --steps 2 --batch 2 --length 16 --bf16 --brief"
+        record = main(f"--out {tmp_path / 'hybrid'} --mixers kda,gla,softmax --rope= {sizes}".split())
+    finally:
+        torch.set_num_threads(threads)
+    model = LanguageModel.load(tmp_path / "hybrid.safetensors")
+    assert model.config == LanguageModelConfig(**record["config"]) and model.config.mixers == ("kda", "gla", "softmax")
+    assert model.blocks[2].mixer.rope_base is None
+    assert record["validation_loss"] == pytest.approx(evaluate(model), abs=1e-6) and record["tokens_per_second"] > 0
+    assert (tmp_path / "hybrid.png").read_bytes().startswith(b"\x89PNG")
+    assert [float(row["loss"]) for row in log(tmp_path / "hybrid.csv")][0] == pytest.approx(math.log(256), rel=0.2)
+    assert record["command"].startswith("python -m linattn_edu.train --mixers kda,gla,softmax --rope  --width 16")

@@ -1,6 +1,8 @@
 """Train and judge a byte-level language model; every loss is the mean cross-entropy in nats per byte."""
 
 import math
+import os
+import time
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,12 @@ from torch import nn
 from tqdm import tqdm
 
 from linattn_edu import data
+from linattn_edu.forms import computing_dtype
+from linattn_edu.train import parallel
+from linattn_edu.train.checkpoint import resume, save
+
+RECIPE = ("source", "steps", "batch", "length", "lr", "warmup", "weight_decay", "clip", "seed", "validate_every", "bf16")
+"""The arguments of `train` on which its result depends."""
 
 
 def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"):
@@ -16,7 +24,8 @@ def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor,
     The bytes go to the device of the model.
     """
     inputs, targets = (ids.to(next(model.parameters()).device) for ids in (inputs, targets))
-    return F.cross_entropy(model(inputs)[0].flatten(0, 1), targets.flatten(), reduction=reduction)
+    logits, _ = model(inputs)
+    return F.cross_entropy(logits.to(computing_dtype(logits)).flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 @torch.no_grad()
@@ -55,38 +64,76 @@ def adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Ad
 def train(
     model: nn.Module, source: str = "train", *, steps: int, batch: int = 8, length: int = 256, lr: float = 4e-3,
     warmup: int = 100, weight_decay: float = 0.1, clip: float = 1.0, seed: int = 0, validate_every: int = 500,
+    bf16: bool = False, checkpoint: str | os.PathLike | None = None, checkpoint_every: int = 500, timed: bool = False,
     progress: bool = True,
 ) -> list[dict]:
     """Train in place; return one record a step: step, loss, lr, and now and then validation.
 
-    `seed` chooses the windows; the model's weights are the caller's. `batch` windows of `length`
-    bytes a step, gradients clipped to norm `clip`. The validation loss is `evaluate(model)`,
-    every `validate_every` steps and after the last; the model is left in eval mode.
+    Under `torchrun` each process trains on its share of every batch, and the losses are those of one process.
+
+    Args:
+        model: its weights are the caller's, as is its device.
+        source: a split or a text of `linattn_edu.data`.
+        steps: of the optimizer.
+        batch, length: windows a step, over all processes, and bytes a window.
+        lr, warmup: peak of `learning_rate`, and the steps up to it.
+        weight_decay: of matrices.
+        clip: the gradient is shortened to this norm.
+        seed: chooses the windows.
+        validate_every: `evaluate(model)` is recorded after so many steps, and after the last.
+        bf16: compute in bfloat16 where `torch.autocast` does; weights stay as they are.
+        checkpoint: a file, written after every `checkpoint_every` steps and the last; if it exists, training goes
+            on from it, and ends with the same weights and records to the bit.
+        timed: records also tell the seconds since the beginning.
+        progress: show a bar.
+
+    Raises:
+        ValueError: a batch that the processes cannot share evenly, or a checkpoint of another run.
+
+    The model is left in eval mode.
     """
+    rank, size = parallel.place()
+    if batch % size:
+        raise ValueError(f"`batch`: got {batch}, expected a multiple of the {size} processes")
+    recipe = {name: x for name, x in locals().items() if name in RECIPE}
     optimizer = adamw(model, lr=lr, weight_decay=weight_decay)
-    records, bar = [], tqdm(total=steps * batch * length, unit="tok", unit_scale=True, disable=not progress)
-    for step, (x, y) in zip(range(steps), data.batches(source, batch=batch, length=length, seed=seed)):
-        rate = learning_rate(step, steps=steps, peak=lr, warmup=warmup)
-        loss = update(model.train(), optimizer, x, y, rate=rate, clip=clip)
+    records = [] if checkpoint is None else resume(checkpoint, model, optimizer, recipe)
+    began = time.perf_counter() - (records[-1].get("seconds", 0.0) if records else 0.0)
+    start, stream = len(records), data.batches(source, batch=batch, length=length, seed=seed, start=len(records))
+    tokens = {"total": steps * batch * length, "initial": start * batch * length}
+    bar = tqdm(**tokens, unit="tok", unit_scale=True, disable=not progress or rank > 0)
+    for step, (x, y) in zip(range(start, steps), stream):
+        rate, last = learning_rate(step, steps=steps, peak=lr, warmup=warmup), step + 1 == steps
+        loss = update(model.train(), optimizer, *parallel.share(x, y), rate=rate, clip=clip, bf16=bf16)
         records.append({"step": step + 1, "loss": loss, "lr": rate})
-        if (step + 1) % validate_every == 0 or step + 1 == steps:
+        if timed:
+            records[-1]["seconds"] = round(time.perf_counter() - began, 3)
+        if rank == 0 and ((step + 1) % validate_every == 0 or last):
             records[-1]["validation"] = evaluate(model.eval())
+        if rank == 0 and checkpoint is not None and ((step + 1) % checkpoint_every == 0 or last):
+            save(checkpoint, model, optimizer, records, recipe)
         bar.set_postfix(summary(records), refresh=False)
         bar.update(batch * length)
     bar.close()
+    model.eval()
     return records
 
 
-def update(model: nn.Module, optimizer, x: torch.Tensor, y: torch.Tensor, *, rate: float, clip: float) -> float:
-    """One step of the optimizer at learning rate `rate`; the loss before it."""
+def update(
+    model: nn.Module, optimizer, x: torch.Tensor, y: torch.Tensor, *, rate: float, clip: float, bf16: bool = False
+) -> float:
+    """One step of the optimizer at learning rate `rate`; the loss before it, over the batch of all processes."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss = cross_entropy(model, x, y)
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=bf16):
+        loss = cross_entropy(model, x, y)
     optimizer.zero_grad()
     loss.backward()
+    mean = loss.detach()
+    parallel.average([mean, *(p.grad for p in model.parameters() if p.grad is not None)])
     nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
-    return loss.item()
+    return mean.item()
 
 
 def summary(records: list[dict], last: int = 100) -> dict:
