@@ -1,4 +1,4 @@
-"""The layers on the kernels: on a GPU, or under TRITON_INTERPRET=1 in a process of its own, as tests/test_layers.py does.
+"""The layers on the kernels: on a GPU, or under TRITON_INTERPRET=1 in a process of its own, for tests/test_layers.py.
 
 `python -m pytest tests/interpreted_layers.py` on a machine with a GPU checks one training step of every layer.
 """
@@ -31,7 +31,8 @@ def training_step(layer, form, x, **options):
     y, cache = layer(x[:, 3:], cache=cache, **{key: mask[:, 3:] for key, mask in options.items()})
     weight = tokens(T, seed=5).to(x)[:, 3:]
     ((y * weight).sum() + sum(s.square().sum() for s in cache.tensors if s.dtype == torch.float32)).backward()
-    return {"y": y, **dict(enumerate(cache.tensors)), "dx": x.grad, **{key: p.grad for key, p in layer.named_parameters()}}
+    gradients = {key: p.grad for key, p in layer.named_parameters()}
+    return {"y": y, **dict(enumerate(cache.tensors)), "dx": x.grad, **gradients}
 
 
 def errors(got, expected):

@@ -36,7 +36,10 @@ TIGHT = dict(rtol=1e-10, atol=1e-10)
 
 RECURRENT = {
     "LinearAttention": lambda: LinearAttention(D, 2),
-    "LinearAttention, norm": lambda: LinearAttention(D, 3, key_dim=5, normalize=False, feature_map="identity", conv_size=3),
+    "LinearAttention, RoPE": lambda: LinearAttention(D, 2, value_dim=5, rope_base=10_000.0),
+    "LinearAttention, norm": lambda: LinearAttention(
+        D, 3, key_dim=5, normalize=False, feature_map="identity", conv_size=3
+    ),
     "Retention": lambda: Retention(D, 2),
     "GatedLinearAttention": lambda: GatedLinearAttention(D, 2, gate_rank=3, tau=4.0),
     "DeltaNet": lambda: DeltaNet(D, 2, key_dim=5),
@@ -241,7 +244,8 @@ def test_packed_sequences_are_separate_sequences(name, dtype):
     pieces = x.split([3, 0, 67, 5], 1), more.split([4, 2, 0, 3], 1)
     for n, (first, second) in enumerate(zip(*pieces)):
         out, last = in_pieces(layer, torch.cat([first, second], 1), [first.shape[1], second.shape[1]])
-        torch.testing.assert_close(torch.cat([y.split([3, 0, 67, 5], 1)[n], z.split([4, 2, 0, 3], 1)[n]], 1), out, **TIGHT)
+        both = torch.cat([y.split([3, 0, 67, 5], 1)[n], z.split([4, 2, 0, 3], 1)[n]], 1)
+        torch.testing.assert_close(both, out, **TIGHT)
         if name in RECURRENT:
             assert_same(cache.map(lambda s: s[n : n + 1]), last, **TIGHT)
 
@@ -271,9 +275,8 @@ def heads_of(layer, x, silu=True):
     q, k, v = (weighted(layer, f"{each}_proj", x) for each in "qkv")
     if layer.conv is not None:
         taps = layer.conv.weight.split([q.shape[-1], k.shape[-1], v.shape[-1]])
-        q, k, v = (
-            F.conv1d(F.pad(each.mT, [len(tap.T) - 1, 0]), tap[:, None], groups=len(tap)).mT for each, tap in zip((q, k, v), taps)
-        )
+        padded = [F.pad(each.mT, [layer.conv.size - 1, 0]) for each in (q, k, v)]
+        q, k, v = (F.conv1d(each, tap[:, None], groups=len(tap)).mT for each, tap in zip(padded, taps))
     if layer.conv is not None or silu:
         q, k, v = (F.silu(each) for each in (q, k, v))
     B, T, _ = x.shape
@@ -311,6 +314,8 @@ def expected_output(name, layer, x):
         return f(weighted(layer, "z_proj", x)).view(*x.shape[:2], layer.value_heads, -1)
 
     if kind == "LinearAttention":
+        if layer.rope_base is not None:
+            q, k = rotated(q), rotated(k)
         if layer.normalize:
             o = recurrence(False, q=q, k=k, v=v)
         else:
@@ -548,7 +553,8 @@ def test_rms_norm_is_its_formula(groups, gate, gate_first, zero_centred):
     y = x * f if gate_first else x
     for i in range(0, 6, 6 // groups):
         part = y[..., i : i + 6 // groups]
-        y = torch.cat([y[..., :i], part / (part.pow(2).mean(-1, keepdim=True) + 0.1).sqrt(), y[..., i + 6 // groups :]], -1)
+        part = part / (part.pow(2).mean(-1, keepdim=True) + 0.1).sqrt()
+        y = torch.cat([y[..., :i], part, y[..., i + 6 // groups :]], -1)
     y = y * (norm.weight + zero_centred)
     torch.testing.assert_close(norm(x) if gate is None else norm(x, z), y if gate_first else y * f, **TIGHT)
 

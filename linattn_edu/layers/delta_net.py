@@ -25,7 +25,8 @@ class DeltaNet(QKVLayer):
         eps: of the norm.
         form: "fused", "chunkwise", "parallel" or "recurrent", how the operator computes.
 
-    Source: Yang et al. 2024 (2406.06484); the rule from Schlag et al. 2021, negative eigenvalues from Grazzi et al. 2025.
+    Source: Yang et al. 2024 (2406.06484); the rule from Schlag et al. 2021, negative eigenvalues from Grazzi et al.
+    2025 (2411.12537).
     """
 
     silu = True

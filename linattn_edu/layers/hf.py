@@ -2,7 +2,7 @@
 
 
 def expect(mixer, kind):
-    """Check that `mixer` is a module of the class `kind` of transformers, whose activation is SiLU, as in our layers."""
+    """Check that `mixer` is a module of the class `kind` of transformers, and that its activation is SiLU, as ours."""
     if kind not in [parent.__name__ for parent in type(mixer).__mro__]:
         raise TypeError(f"`mixer`: got {type(mixer).__name__}, expected a {kind} of transformers")
     if mixer.activation not in ("silu", "swish"):

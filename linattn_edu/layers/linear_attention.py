@@ -16,8 +16,8 @@ class LinearAttention(QKVLayer):
         S_t = S_{t-1} + phi(k_t) v_t^T,   z_t = z_{t-1} + phi(k_t)
         y_t = W_o (S_t^T phi(q_t) / (z_t^T phi(q_t) + eps))
 
-    With `rope_base`, q and k turn by position before phi. Without the normaliser z the sum S grows with t, and an RMSNorm
-    of each head takes its place.
+    With `rope_base`, q and k turn by position before phi. Without the normaliser z the sum S grows with t, and an
+    RMSNorm of each head takes its place.
 
     Args:
         width: D.

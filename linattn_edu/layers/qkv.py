@@ -25,7 +25,8 @@ class QKVLayer(RecurrentLayer):
 
     def __init__(self, width, heads, *, key_dim, value_heads=None, value_dim, conv_size=None, form="fused"):
         super().__init__(width, form)
-        self.heads, self.value_heads = validate.count("heads", heads), validate.count("value_heads", value_heads or heads)
+        self.heads = validate.count("heads", heads)
+        self.value_heads = validate.count("value_heads", value_heads or heads)
         if self.value_heads % heads:
             raise ValueError(f"`value_heads`: got {value_heads}, expected a multiple of heads = {heads}")
         self.key_dim, self.value_dim = validate.count("key_dim", key_dim), validate.count("value_dim", value_dim)
