@@ -130,6 +130,17 @@ def test_parameters_are_counted_once():
     assert free.parameters_active == free.parameters_total - 30 * 12, "a token meets its row of an untied embedding"
 
 
+def test_break_even_is_where_the_caches_meet():
+    sizes = dict(vocabulary=31, width=32, heads=2, hidden=10)
+    make = lambda *mixers: LanguageModel(LanguageModelConfig(mixers=mixers, **sizes))
+    hybrid, softmax, linear = make("kda", "softmax"), make("softmax", "softmax"), make("linear", "linear")
+    T = hybrid.break_even(softmax)
+    more = [hybrid.cache_bytes(t) - softmax.cache_bytes(t) for t in (T - 1, T)]
+    assert T > 5 and more[0] > 0 >= more[1]
+    assert softmax.break_even(hybrid) is None and softmax.break_even(softmax) == 0
+    assert linear.break_even(make("kda", "kda")) == 0 and make("kda", "kda").break_even(linear) is None
+
+
 def test_a_cache_of_another_depth_is_refused():
     _, cache = shaken("softmax")(text(1, 3))
     with pytest.raises(ValueError, match="`cache`: got one of 2 layers, expected the 6 of this model"):

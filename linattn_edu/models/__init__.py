@@ -15,7 +15,9 @@ from linattn_edu.layers import rope
 from linattn_edu.models.byte_lm import ByteLM, ByteLMConfig
 from linattn_edu.models.causal_lm import Block, CausalLM
 from linattn_edu.models.generation import choose, generate, stream
+from linattn_edu.models.kimi_linear import KimiLinear, KimiLinearConfig
 from linattn_edu.models.language_model import MIXERS, LanguageModel, LanguageModelConfig
+from linattn_edu.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from linattn_edu.models.storage import load, pretrained, pretrained_record, save
 
 __all__ = [
@@ -24,8 +26,12 @@ __all__ = [
     "ByteLM",
     "ByteLMConfig",
     "CausalLM",
+    "KimiLinear",
+    "KimiLinearConfig",
     "LanguageModel",
     "LanguageModelConfig",
+    "Qwen3Next",
+    "Qwen3NextConfig",
     "choose",
     "generate",
     "load",

@@ -14,6 +14,13 @@ from linattn_edu.layers import MixtureOfExperts
 from linattn_edu.models import generation
 
 
+def check_names(field, given, known):
+    """Check that a field of a configuration names only what is known."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"`{field}`: got {name!r}, expected names among {', '.join(known)}")
+
+
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)).
 
@@ -135,6 +142,18 @@ class CausalLM(nn.Module):
         Recurrent layers keep their state in float32, whatever the dtype, and as much at T = 0 as later.
         """
         return sum(block.mixer.cache_bytes(T, dtype=self.embedding.weight.dtype) for block in self.blocks)
+
+    def break_even(self, other):
+        """The fewest tokens from which on this model's cache is no larger than that of `other`; None if there are none.
+
+        Args:
+            other: a model.
+        """
+        more = self.cache_bytes(0) - other.cache_bytes(0)
+        saved = more - (self.cache_bytes(1) - other.cache_bytes(1))  # by each token, of which all cost the same
+        if more <= 0 <= saved:
+            return 0
+        return -(-more // saved) if saved > 0 else None
 
     # Files.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from linattn_edu import layers
-from linattn_edu.models.causal_lm import Block, CausalLM
+from linattn_edu.models.causal_lm import Block, CausalLM, check_names
 
 MIXERS = {
     "softmax": layers.SoftmaxAttention,
@@ -57,13 +57,9 @@ class LanguageModelConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "mixers", tuple(self.mixers))  # JSON gives a list
-        for name, given, known in [
-            *(("mixers", mixer, MIXERS) for mixer in self.mixers),
-            *(("options", mixer, MIXERS) for mixer in self.options),
-            ("norm", self.norm, NORMS),
-        ]:
-            if given not in known:
-                raise ValueError(f"`{name}`: got {given!r}, expected names among {', '.join(known)}")
+        check_names("mixers", self.mixers, MIXERS)
+        check_names("options", self.options, MIXERS)
+        check_names("norm", [self.norm], NORMS)
 
 
 class LanguageModel(CausalLM):
