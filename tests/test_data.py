@@ -2,6 +2,7 @@
 
 import doctest
 import hashlib
+import lzma
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from linattn_edu import data
+from linattn_edu.data import images
 
 SHA256 = {
     "emma": "dd08b340a56ad4a0a00718d5682528a5a5886ae0aef91c9e0fa528074fa64b75",
@@ -157,7 +159,7 @@ def test_provenance_is_printed():
     run = subprocess.run(
         [sys.executable, "-X", "utf8", "-m", "linattn_edu.data"], capture_output=True, check=True, encoding="utf-8"
     )
-    assert run.stdout.strip() == data.provenance()
+    assert done.stdout == f"{data.provenance()}\n\n{data.DIGITS}\n"
     for name, digest in SHA256.items():
         assert digest in data.provenance(name) and "public domain" in data.provenance(name)
         assert data.provenance(name) in run.stdout
@@ -167,3 +169,19 @@ def test_provenance_is_printed():
 def test_docstring_examples_run():
     assert doctest.testmod(data).attempted >= 5
     assert doctest.testmod(data).failed == 0
+
+
+# Images.
+
+
+def test_digits_are_the_sources_and_are_split_without_overlap():
+    raw = lzma.decompress(files("linattn_edu.data").joinpath("tables", "digits.csv.xz").read_bytes())
+    assert hashlib.sha256(raw).hexdigest() == images.SHA256
+    rows = [[int(float(x)) for x in line.split(",")] for line in raw.decode().splitlines()]
+    (x, y), (x_test, y_test) = map(data.digits, ("train", "test"))
+    assert x.shape == (1438, 8, 8) and x_test.shape == (359, 8, 8) and x.dtype == torch.float32 and y.dtype == torch.int64
+    assert (16 * x_test[1].flatten()).tolist() == rows[9][:64] and y_test[1] == rows[9][64]
+    assert (16 * x[4].flatten()).tolist() == rows[5][:64] and y[4] == rows[5][64]
+    assert x.min() == 0 and x.max() == 1 and set(y.tolist()) == set(y_test.tolist()) == set(range(10))
+    with pytest.raises(ValueError, match="`split`: got 'validation'"):
+        data.digits("validation")

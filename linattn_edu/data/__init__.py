@@ -11,13 +11,15 @@
 
 A token is a byte: 256 ids, no tokenizer. Training reads Emma and Sense and Sensibility;
 validation reads Pride and Prejudice, a novel that training never sees. `mengzi` is in neither.
+`digits` are images: 1,797 handwritten digits of 8 x 8 pixels.
 `python -m linattn_edu.data` prints origin and rights.
 """
 
+from linattn_edu.data.images import DIGITS, digits
 from linattn_edu.data.sampling import batches, members, windows
 from linattn_edu.data.texts import BOOKS, SPLITS, Book, decode, encode, load_bytes, load_text, names, provenance
 
 __all__ = [
-    "BOOKS", "SPLITS", "Book", "batches", "decode", "encode",
+    "BOOKS", "DIGITS", "SPLITS", "Book", "batches", "decode", "digits", "encode",
     "load_bytes", "load_text", "members", "names", "provenance", "windows",
 ]

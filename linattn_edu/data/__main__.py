@@ -1,3 +1,3 @@
-from linattn_edu.data import provenance
+from linattn_edu.data import DIGITS, provenance
 
-print(provenance())
+print(provenance(), DIGITS, sep="\n\n")
