@@ -159,7 +159,7 @@ def test_provenance_is_printed():
     run = subprocess.run(
         [sys.executable, "-X", "utf8", "-m", "linattn_edu.data"], capture_output=True, check=True, encoding="utf-8"
     )
-    assert done.stdout == f"{data.provenance()}\n\n{data.DIGITS}\n"
+    assert run.stdout == f"{data.provenance()}\n\n{data.DIGITS}\n"
     for name, digest in SHA256.items():
         assert digest in data.provenance(name) and "public domain" in data.provenance(name)
         assert data.provenance(name) in run.stdout
