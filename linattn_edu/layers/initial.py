@@ -2,8 +2,8 @@
 
 The published ranges suit many heads and long training. In a tiny model they are a trap: a single head draws
 exp(A_log) = 8 and a step of 0.03, say, and halves its memory every three tokens; what a task asks for later is gone, no
-gradient tells the gate so, and recall never starts. Slow gates, `A_range=(1, 1)` with `dt_min=dt_max=0.007`
-(alpha = 0.993, a half-life of 99 tokens), train where these fail.
+gradient tells the gate so, and recall may never start. Slow gates avoid it: `A_range=(1, 1)` with
+`dt_min=dt_max=0.007` keeps alpha = 0.993 of the state a token, a half-life of 99 tokens.
 """
 
 import math
