@@ -56,6 +56,8 @@ ATTENTION = {
     "SoftmaxAttention, grouped": lambda: SoftmaxAttention(D, 4, kv_heads=2, head_dim=6, qk_norm=True, rope_channels=2),
     "SoftmaxAttention, NoPE": lambda: SoftmaxAttention(D, 3, rope_base=None, bias=True),
     "GatedAttention": lambda: GatedAttention(D, 2),
+    "GatedAttention, G2 headwise": lambda: GatedAttention(D, 4, kv_heads=2, head_dim=4, position="G2", headwise=True),
+    "GatedAttention, G5": lambda: GatedAttention(D, 3, position="G5", qk_norm=True, zero_centred=True),
     "LatentAttention": lambda: LatentAttention(D, 2, latent=5, nope_dim=4, rope_dim=2, v_dim=3),
     "LatentAttention, RoPE": lambda: LatentAttention(
         D, 2, latent=5, nope_dim=4, rope_dim=2, v_dim=3, rope_base=100.0, q_latent=6
