@@ -92,6 +92,7 @@ def _convolve(x, weight, bias, activation, state):
     T, dtype = x.shape[1], computing_dtype(x)
     with full_precision(x):
         seen = torch.cat([state.to(x.dtype).mT, x], 1)  # [B, W-1 + T, D]
-        y = sum(tap.to(dtype) * seen[:, j : j + T].to(dtype) for j, tap in enumerate(weight.unbind(1)))
+        exact = seen.to(dtype)  # once, not once a tap: autograd keeps it
+        y = sum(tap.to(dtype) * exact[:, j : j + T] for j, tap in enumerate(weight.unbind(1)))
         y = y if bias is None else y + bias.to(dtype)
         return ACTIVATIONS[activation](y).to(x.dtype), seen[:, T:].mT.clone()
