@@ -13,12 +13,13 @@ zero-order hold, which takes u as constant during Delta; the code makes an Euler
     "euler"    Bbar = Delta B
 """
 
+import inspect
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from linattn_edu import validate
+from linattn_edu import kernels, validate
 from linattn_edu.algebra import read, scan
 from linattn_edu.forms import by_segment, by_token, computing_dtype, fold, full_precision, overwrite
 from linattn_edu.validate import Sizes
@@ -162,10 +163,17 @@ Raises:
 
 Source: Gu and Dao 2023, eqs. 2 and 4, alg. 2."""
 
+BLOCKS = """
+    chunk_size: tokens a chunk; for the kernel a hint."""
+BACKEND = """
+    backend: "triton" insists on the kernel, "torch" on `chunkwise`; None takes what serves here."""
+
 
 def _form(function):
     """Complete the docstring, and check the arguments' names."""
-    function.__doc__ += ARGUMENTS
+    parameters = inspect.signature(function).parameters
+    more = BLOCKS * ("chunk_size" in parameters) + BACKEND * ("backend" in parameters)
+    function.__doc__ += ARGUMENTS.replace("\n\nReturns:", f"{more}\n\nReturns:")
     return validate.named(function)
 
 
@@ -201,25 +209,36 @@ def chunkwise(
 
 @_form
 def fused(
-    u, delta, A, B, C, *, D=None, initial_state=None, output_final_state=False, discretization="euler", chunk_size=64
+    u,
+    delta,
+    A,
+    B,
+    C,
+    *,
+    D=None,
+    initial_state=None,
+    output_final_state=False,
+    discretization="euler",
+    chunk_size=64,
+    backend=None,
 ):
-    """A kernel where one serves; anywhere else, and so far everywhere, this is `chunkwise`."""
+    """One kernel a pass, the states in registers all the way, where Triton and the device serve; else `chunkwise`."""
+    chunk_size = validate.count("chunk_size", chunk_size)
+    if kernels.wanted(backend, u):
+        sizes = _check(u, delta, A, B, C, D, discretization)
+        validate.flag("output_final_state", output_final_state)
+        h = None if initial_state is None else _state_in("initial_state", initial_state, sizes, ("u", u))
+        if kernels.serve(backend, u, sizes["N"]):
+            y, h = kernels.selective_scan(u, delta, A, B, C, D, h, discretization == "zoh")
+            return y, h if output_final_state else None
     return chunkwise(
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D=D,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        discretization=discretization,
-        chunk_size=chunk_size,
-    )
+        u, delta, A, B, C, D=D, initial_state=initial_state, output_final_state=output_final_state,
+        discretization=discretization, chunk_size=chunk_size,
+    )  # fmt: skip
 
 
 @validate.named
-def step(u_t, delta_t, A, B_t, C_t, state, *, D=None, discretization="euler", inplace=False):
+def step(u_t, delta_t, A, B_t, C_t, state, *, D=None, discretization="euler", inplace=False, backend=None):
     """One token, for decoding: h_t = exp(Delta_t A) h_{t-1} + Bbar_t u_t,   y_t = h_t C_t + D u_t.
 
     Args:
@@ -230,6 +249,8 @@ def step(u_t, delta_t, A, B_t, C_t, state, *, D=None, discretization="euler", in
         D: [D], the skip from u to y; none if None.
         discretization: "euler" or "zoh", as in `recurrent`.
         inplace: overwrite `state` and return it.
+        backend: "triton" insists on the kernel, which keeps no graph for gradients, "torch" on PyTorch; None takes what
+            serves here.
 
     Returns:
         y_t [B, D] in the dtype of u_t, and the new state.
@@ -245,6 +266,10 @@ def step(u_t, delta_t, A, B_t, C_t, state, *, D=None, discretization="euler", in
     if state is None:
         raise TypeError("`state`: got nothing (None), expected the state that a form returned, or zeros")
     h = _state_in("state", state, sizes, ("u_t", u_t))
+    given = [x for x in (u_t, delta_t, A, B_t, C_t, D, state) if x is not None]
+    if kernels.wanted(backend, u_t) and kernels.serve_step(backend, [sizes["N"]], given):
+        y, new = kernels.selective_step(u_t, delta_t, A, B_t, C_t, D, state, discretization == "zoh", inplace)
+        return y, overwrite(state, new) if inplace and new is not state else new
     with full_precision(u_t):
         A, C, B, u, delta = (x.to(h.dtype) for x in (A, C_t, B_t, u_t, delta_t))
         y, h = update(A, DISCRETIZATIONS[discretization], C, B, u, delta, h)

@@ -24,6 +24,12 @@ def test_right_kernels_are_ok(name, dtype):
     assert verify.one_token(name, regime, dtype, **sizes, device="cpu")["ok"] is True
 
 
+@pytest.mark.parametrize("dtype", verify.DTYPES)
+def test_the_right_scan_is_ok(dtype):
+    row = verify.selective_scan("zoh", "weak", dtype, B=1, T=9, D=3, N=2, device="cpu")
+    assert row["ok"] is True and row["dA"] != "" and row["dq"] == "" and row["variant"] == "mamba zoh"
+
+
 def test_packed_sequences():
     row = verify.case("decay", "strong", torch.float32, B=1, T=20, H=1, HV=2, K=8, V=12, bounds=[0, 0, 1, 20], device="cpu")
     assert row["ok"] is True and row["check"] == "packed"

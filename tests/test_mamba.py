@@ -366,10 +366,11 @@ def test_a_constant_step_is_a_convolution():
 def test_signatures_are_those_of_the_contract():
     tensors, options = ["u", "delta", "A", "B", "C"], ["D", "initial_state", "output_final_state", "discretization"]
     for form in ("recurrent", "parallel", "chunkwise", "fused"):
-        expected = [*tensors, *options, *(["chunk_size"] if form in ("chunkwise", "fused") else [])]
+        more = {"chunkwise": ["chunk_size"], "fused": ["chunk_size", "backend"]}
+        expected = [*tensors, *options, *more.get(form, [])]
         assert list(inspect.signature(getattr(mamba, form)).parameters) == expected
     step = ["u_t", "delta_t", "A", "B_t", "C_t", "state", "D", "discretization", "inplace"]
-    assert list(inspect.signature(mamba.step).parameters) == step
+    assert list(inspect.signature(mamba.step).parameters) == [*step, "backend"]
     for form in ("recurrent", "parallel", "chunkwise", "fused", "step"):
         for word in ("Args:", "Returns:", "Raises:", "Source:", "[B,"):
             assert word in getattr(mamba, form).__doc__

@@ -13,6 +13,9 @@ import torch
 MOST_K, MOST_V, MOST_K_BEFORE_AMPERE = 256, 513, 128
 """Widths of features and values that the kernels take; a normaliser is one value channel more, hence 513."""
 
+MOST_STATES = 256
+"""States of a channel that the selective scan takes."""
+
 ADVICE = {
     "missing": "Triton is not installed: pip install triton (Linux), or backend='torch'",
     "late": "TRITON_INTERPRET was set after Triton's first import: restart Python and set it first",
@@ -30,6 +33,13 @@ def mode():
 @functools.cache
 def capability_of(device):
     return torch.cuda.get_device_capability(device)
+
+
+def obstacle_to_scan(u, N):
+    """`obstacle` for the selective scan, which bounds the states of a channel instead of K and V."""
+    if N > MOST_STATES:
+        return f"the kernel serves N <= {MOST_STATES} states a channel, got N = {N}: backend='torch'"
+    return obstacle(u, 1, 1)
 
 
 def obstacle(q, K, V):
@@ -61,9 +71,12 @@ def wanted(backend, q):
     return q.is_cuda or ("TRITON_INTERPRET" in os.environ and mode() == "interpret")
 
 
-def serve(backend, q, K, V):
-    """Whether the kernels can take the call; if they are asked for and cannot, this raises and says what to do."""
-    reason = obstacle(q, K, V)
+def serve(backend, q, *widths):
+    """Whether the kernels can take the call; if they are asked for and cannot, this raises and says what to do.
+
+    The widths are K and V, for the selective scan N.
+    """
+    reason = obstacle(q, *widths) if len(widths) == 2 else obstacle_to_scan(q, *widths)
     if backend == "triton" and reason is not None:
         raise ValueError(f"`backend`: got 'triton', but {reason}")
     return reason is None and 0 not in q.shape
@@ -99,6 +112,26 @@ def decode(q, k, v, gates, states, scale, eps, feature_map, inplace):
     from linattn_edu.kernels import step
 
     return step.decode(q, k, v, gates.get("g"), gates.get("beta"), states, scale, eps, feature_map, inplace)
+
+
+def selective_scan(u, delta, A, B, C, skip, initial_state, zoh):
+    """The selective scan on checked arguments: y in the dtype of u and the last state, differentiable."""
+    from linattn_edu.kernels import scan
+
+    if u.dtype == torch.bfloat16 and mode() == "interpret":  # the interpreter rounds to bfloat16 by cutting off
+        y, last = scan.scan(u.float(), delta, A, B.float(), C.float(), skip, initial_state, zoh)
+        return y.to(u.dtype), last
+    return scan.scan(u, delta, A, B, C, skip, initial_state, zoh)
+
+
+def selective_step(u, delta, A, B, C, skip, state, zoh, inplace):
+    """One token of the selective scan on checked arguments: y in the dtype of u, and the new state."""
+    from linattn_edu.kernels import scan
+
+    dtype, interpreted = u.dtype, u.dtype == torch.bfloat16 and mode() == "interpret"
+    u = u.float() if interpreted else u
+    y, new = scan.token(u, delta, A, B, C, skip, state, zoh, inplace)
+    return y.to(dtype), new
 
 
 def compile_all(capability, dtypes=None, **more):

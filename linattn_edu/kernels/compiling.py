@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from linattn_edu.kernels import config, launch, op, step
+from linattn_edu.kernels import config, launch, op, scan, step
 
 SHARED_LIMIT = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Shared memory that one block may ask for, in bytes (CUDA C++ programming guide, compute capabilities)."""
@@ -107,7 +107,21 @@ def call_step(gate, delta, dtype, K=64, V=64):
         step.launch(q, q, v, None, None, S, z, S, z, v, 1.0, 1e-6, "elu1")
 
 
-FAMILIES = {"chunk": call_chunk, "step": call_step}
+def call_scan(gate, delta, dtype, K=64, V=64, T=64):
+    """Mamba's scan with both discretizations, forward, backward and one token; it is no case of the other variants."""
+    if gate != "none" or delta:
+        return
+    D, N = 2 * K, 16
+    u, B = torch.zeros(1, T, D, dtype=dtype), torch.zeros(1, T, N, dtype=dtype)
+    A, skip, h = torch.zeros(D, N), torch.zeros(D), torch.zeros(1, D, N)
+    for zoh in (False, True):
+        inputs = u, u.float(), A, B, B, skip
+        _, last, states = scan.run_forward(*inputs, h, zoh, True)
+        scan.run_backward(u, last, *inputs, states, zoh)
+        scan.token(u[:, 0], u[:, 0], A, B[:, 0], B[:, 0], skip, h, zoh, True)
+
+
+FAMILIES = {"chunk": call_chunk, "step": call_step, "scan": call_scan}
 
 
 def compile_all(capability, dtypes=None, *, sizes=((128, 128),), variants=VARIANTS, families=tuple(FAMILIES)):
@@ -118,7 +132,7 @@ def compile_all(capability, dtypes=None, *, sizes=((128, 128),), variants=VARIAN
         dtypes: of q, k and v; those that the kernels take on such a device if None.
         sizes: pairs (K, V).
         variants: pairs of the two switches, gate ("none", "scalar", "channel") and delta rule.
-        families: of the kernels "chunk" (a training step) and "step" (one token), those to compile.
+        families: of the kernels "chunk" (a training step), "step" (one token) and "scan" (Mamba), those to compile.
 
     Returns:
         A `Record` for each kernel: name, dtype, shared memory in bytes, registers and spilled bytes a thread.

@@ -10,13 +10,13 @@ import sys
 import torch
 
 from linattn_edu.check.cases import inputs
-from linattn_edu.kernels.verify import CASES, VARIANTS, one_token, results, rounded
+from linattn_edu.kernels.verify import CASES, VARIANTS, one_token, results, rounded, selective_scan
 
 SIZES = dict(H=1, HV=2, K=20, V=36)
 
 
 def main(device="cuda", *dtypes):
-    """Forward, backward and one token of every variant, whole and packed."""
+    """Forward, backward and one token of every variant, whole and packed, and Mamba's scan."""
     for name in ("linear", *VARIANTS):
         regime = "weak" if "g" in CASES[name].gates else "zero"
         for dtype in [getattr(torch, x) for x in dtypes] or [torch.float32, torch.bfloat16]:
@@ -26,6 +26,7 @@ def main(device="cuda", *dtypes):
             a = rounded(inputs(name, regime, B=1, T=37, **SIZES), dtype, device)
             results(CASES[name].module.fused, a, backend="triton")
             assert one_token(name, regime, dtype, B=1, **SIZES, device=device)["ok"]
+            assert selective_scan("zoh", "weak", dtype, B=1, T=17, D=5, N=3, device=device)["ok"]
     print("done")
 
 

@@ -11,6 +11,7 @@ float16, bfloat16 operands for bfloat16. A case is `ok` if no tensor is beyond t
 
 import contextlib
 import csv
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -22,14 +23,14 @@ from unittest import mock
 
 import torch
 
-from linattn_edu import forms
+from linattn_edu import forms, mamba
 from linattn_edu.bench.record import provenance
 from linattn_edu.check.cases import CASES, REGIMES_OF, inputs, leaves, tensors, tree_map, with_gradients
 
 SIZES = [(64, 64), (128, 128), (100, 60), (256, 512)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VARIANTS = ["linear-plain", "decay", "gla", "deltanet", "gated_deltanet", "kda"]
-TENSORS = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state"]
+TENSORS = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "du", "ddelta", "dA", "dB", "dC", "dD"]
 ABOUT = ["check", "variant", "regime", "dtype", "B", "T", "H", "HV", "K", "V"]
 COLUMNS = [*ABOUT, "ok", "worst", "error", "reference", *TENSORS, "seconds", "note"]
 BOUNDS = [0, 0, 1, 130, 130, 300, 300]
@@ -130,6 +131,30 @@ def one_token(name, regime, dtype, *, device="cuda", **sizes):
     ours, reference = (errors(x, named[2]) for x in named[:2])
     ok = all(x <= max(3 * reference[key], 1e-6) for key, x in ours.items())
     return line("step", name, regime, dtype, ok=ok, sizes={"T": 1, **sizes}, ours=ours, reference=reference)
+
+
+def mamba_inputs(dtype, device="cuda", *, B, T, D, N, step, seed=0):
+    """u, B, C in `dtype`, the rest in float32; the decay of a token reaches exp(-2 step)."""
+    draw = torch.Generator("cpu").manual_seed(seed)
+    low = lambda *shape: torch.randn(*shape, generator=draw).to(device, dtype)  # noqa: E731
+    a = {"u": low(B, T, D), "delta": step * torch.rand(B, T, D, generator=draw), "A": -2 * torch.rand(D, N, generator=draw)}
+    a |= {"B": low(B, T, N), "C": low(B, T, N), "D": torch.randn(D, generator=draw), "initial_state": torch.randn(B, D, N, generator=draw)}
+    return {name: x.to(device) for name, x in a.items()}
+
+
+def selective_scan(discretization, regime, dtype, *, device="cuda", **sizes):
+    """Mamba's scan twice, PyTorch's in float32, and float64."""
+    a = mamba_inputs(dtype, device, **sizes, step={"strong": 30.0, "weak": 0.01}[regime])
+    options = {"discretization": discretization}
+    exact = results(mamba.chunkwise, {name: x.double() for name, x in a.items()}, **options)
+    theirs = errors(results(mamba.chunkwise, a, **options), exact)
+    first, second = (results(mamba.fused, a, backend="triton", **options) for _ in range(2))
+    ours = errors(first, exact)
+    repeats = same(first, second)
+    ok = repeats and all(x <= max(3 * theirs[name], 1e-6) for name, x in ours.items())
+    shown = {"B": sizes["B"], "T": sizes["T"], "H": sizes["D"], "K": sizes["N"]}
+    note = "H: channels, K: states" if repeats else "two calls differ"
+    return line("scan", f"mamba {discretization}", regime, dtype, ok=ok, sizes=shown, ours=ours, reference=theirs, note=note)
 
 
 def same(first, second):
@@ -301,6 +326,9 @@ def small():
                 yield case, name, regime, dtype, dict(B=2, T=300, H=2, HV=4, K=K, V=V)
                 yield one_token, name, regime, dtype, dict(B=2, H=2, HV=4, K=K, V=V)
             yield case, name, regime, dtype, dict(B=1, T=300, H=2, HV=4, K=64, V=64, bounds=BOUNDS)
+    for discretization, regime, dtype in itertools.product(("euler", "zoh"), ("strong", "weak"), DTYPES):
+        for D, N in ((64, 16), (100, 7), (24, 100)):
+            yield selective_scan, discretization, regime, dtype, dict(B=2, T=300, D=D, N=N)
     for name in VARIANTS:
         yield from ((check, name) for check in (in_a_graph, compiled, without_waiting, another_device))
 
