@@ -6,8 +6,8 @@ SENTENCE = {
     "recurrent": "One token after another: the definition.",
     "parallel": "All tokens as one block, the T x T form: time and memory grow with T^2.",
     "chunkwise": "Block by block, `chunk_size` tokens at a time, in time linear in T: the training form.",
-    "fused": "A kernel where one serves; anywhere else, and so far everywhere, this is `chunkwise`.",
-    "step": "One token, for decoding; all tensors lack the T axis.",
+    "fused": "Triton kernels where Triton and the device serve; anywhere else this is `chunkwise`.",
+    "step": "One token, for decoding, in one kernel where it serves; all tensors lack the T axis.",
 }
 
 GATE = {
