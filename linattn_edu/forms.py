@@ -239,8 +239,7 @@ class Operator:
         return o, overwrite(state, S) if inplace else S
 
     def _step_by_kernel(self, space, q, k, v, gates, state, states, scale, inplace):
-        with full_precision(q):
-            q, k, feature_map = space.kernel_features(q, k)
+        q, k, feature_map = space.kernel_features(q, k)
         gates = dict(zip(self.gates, gates))
         o, new = kernels.decode(q, k, v, gates, states, float(scale), space.eps, feature_map, inplace)
         if all(x is y for x, y in zip(new, states)):
@@ -294,10 +293,10 @@ class Operator:
         gates = [inspect.Parameter(gate, inspect.Parameter.KEYWORD_ONLY) for gate in self.gates]
         options = list(inspect.signature(self.space).parameters.values())
         signature = inspect.Signature([*tensors, *gates, *options, *own[len(tensors) :]])
-        title = f"{module.rpartition('.')[2]}.{name}"
+        bind = validate.binder(f"{module.rpartition('.')[2]}.{name}", signature)
 
         def form(*args, **kwargs):
-            return method(**validate.arguments(title, signature, args, kwargs))
+            return method(**bind(args, kwargs))
 
         form.__name__ = form.__qualname__ = name
         form.__module__, form.__signature__ = module, signature

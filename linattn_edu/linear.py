@@ -89,7 +89,8 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
 
         if self.name in MAPS:
             return q, k, self.name
-        return self.features(q.float(), "q"), self.features(k.float(), "k"), "identity"
+        with full_precision(q):
+            return self.features(q.float(), "q"), self.features(k.float(), "k"), "identity"
 
     def bind_width(self, sizes, q):
         """Bind D; a map of one's own is asked."""

@@ -150,37 +150,46 @@ def _increasing(bounds, sizes):
     return bounds
 
 
-def arguments(function, signature, args, kwargs):
-    """The arguments of a call by name, defaults filled in; a missing or unknown one raises `TypeError`."""
+def binder(function, signature):
+    """The function of (args, kwargs) that gives the arguments of a call by name, defaults filled in.
+
+    A missing or unknown one raises `TypeError`. What does not change from call to call is worked out here.
+    """
     parameters = signature.parameters
-    expected = ", ".join(f"`{name}`" for name in parameters)
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(positional):
-        raise TypeError(
-            f"{function}() got {len(args)} positional arguments, expected {len(positional)}; "
-            f"name the rest: {', '.join(f'`{name}`' for name in parameters if name not in positional)}"
-        )
-    given = dict(zip(positional, args))
-    for name, x in kwargs.items():
-        if name in given:
-            raise TypeError(f"{function}() got `{name}` twice, expected it once")
-        if name not in parameters:
-            raise TypeError(f"{function}() got the unknown argument `{name}`, expected {expected}")
-        given[name] = x
-    for name, p in parameters.items():
-        if name not in given and p.default is p.empty:
-            raise TypeError(f"{function}() got no argument `{name}`, expected {expected}")
-    return {name: given.get(name, p.default) for name, p in parameters.items()}
+    defaults = {name: p.default for name, p in parameters.items()}
+    required = [name for name, x in defaults.items() if x is inspect.Parameter.empty]
+    expected = ", ".join(f"`{name}`" for name in parameters)
+
+    def bind(args, kwargs):
+        if len(args) > len(positional):
+            raise TypeError(
+                f"{function}() got {len(args)} positional arguments, expected {len(positional)}; "
+                f"name the rest: {', '.join(f'`{name}`' for name in parameters if name not in positional)}"
+            )
+        given = dict(zip(positional, args))
+        for name in kwargs:
+            if name in given:
+                raise TypeError(f"{function}() got `{name}` twice, expected it once")
+            if name not in defaults:
+                raise TypeError(f"{function}() got the unknown argument `{name}`, expected {expected}")
+        found = {**defaults, **given, **kwargs}
+        for name in required:
+            if found[name] is inspect.Parameter.empty:
+                raise TypeError(f"{function}() got no argument `{name}`, expected {expected}")
+        return found
+
+    return bind
 
 
 def named(function):
     """Report missing and unknown arguments of a function by name, as the derived forms do."""
-    signature = inspect.signature(function)
     title = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+    bind = binder(title, inspect.signature(function))
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
-        return function(**arguments(title, signature, args, kwargs))
+        return function(**bind(args, kwargs))
 
     return checked
 

@@ -16,18 +16,22 @@ SIZES = dict(H=1, HV=2, K=20, V=36)
 
 
 def main(device="cuda", *dtypes):
-    """Forward, backward and one token of every variant, whole and packed, and Mamba's scan."""
-    for name in ("linear", *VARIANTS):
-        regime = "weak" if "g" in CASES[name].gates else "zero"
-        for dtype in [getattr(torch, x) for x in dtypes] or [torch.float32, torch.bfloat16]:
-            a = rounded(inputs(name, regime, B=1, T=37, N=2, **SIZES), dtype, device)
-            bounds = torch.tensor([0, 20, 37], device=device)
-            results(CASES[name].module.fused, a, backend="triton", cu_seqlens=bounds)
-            a = rounded(inputs(name, regime, B=1, T=37, **SIZES), dtype, device)
-            results(CASES[name].module.fused, a, backend="triton")
+    """One token of every variant and Mamba's scan; then forward and backward of every variant, packed and whole."""
+    dtypes = [getattr(torch, x) for x in dtypes] or [torch.float32, torch.bfloat16]
+    names = [(name, "weak" if "g" in CASES[name].gates else "zero") for name in ("linear", *VARIANTS)]
+    for dtype in dtypes:
+        assert selective_scan("zoh", "weak", dtype, B=1, T=17, D=5, N=3, device=device)["ok"]
+        for name, regime in names:
             assert one_token(name, regime, dtype, B=1, **SIZES, device=device)["ok"]
-            assert selective_scan("zoh", "weak", dtype, B=1, T=17, D=5, N=3, device=device)["ok"]
-    print("done")
+    print("one token and the scan: done")
+    bounds = torch.tensor([0, 20, 37], device=device)
+    for dtype in dtypes:
+        for name, regime in names:
+            fused = CASES[name].module.fused
+            packed = rounded(inputs(name, regime, B=1, T=37, N=2, **SIZES), dtype, device)
+            results(fused, packed, backend="triton", cu_seqlens=bounds)
+            results(fused, rounded(inputs(name, regime, B=1, T=37, **SIZES), dtype, device), backend="triton")
+    print("all: done")
 
 
 if __name__ == "__main__":
