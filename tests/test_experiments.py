@@ -1,13 +1,16 @@
 """The experiments teach what their docstrings say: one seed of a short setting each, and the recorded tables of three."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 
-from linattn_edu import experiments
-from linattn_edu.experiments import memory, registry, state_tracking
+from linattn_edu import data, experiments, linear, softmax
+from linattn_edu.experiments import extrapolation, h200, images, language, memory, recall, registry, state_tracking, tips
 from linattn_edu.experiments.__main__ import main
+from linattn_edu.models import LanguageModel
+from linattn_edu.train import evaluate
 
 
 def table(name, value, by, seed=0, **changes):
@@ -62,10 +65,26 @@ def test_the_command_lists_prints_and_records(tmp_path, capsys, monkeypatch):
     assert about["trials"] == "40" and {"machine", "torch", "date"} <= about.keys()
 
 
-@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
-def test_three_seeds_are_recorded(name):
+RECORDED = sorted(path.stem for path in (Path(__file__).parents[1] / "book" / "data" / "experiments").glob("*.csv"))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_table_is_the_short_setting_with_three_seeds(name):
     rows, about = experiments.recorded(name)
-    assert {row["seed"] for row in rows} >= {0, 1, 2} and f"linattn_edu.experiments {name} " in about["command"]
+    seeds = [[row for row in rows if row["seed"] == seed] for seed in (0, 1, 2)]
+    assert len(rows) == 3 * len(seeds[0]) == 3 * len(seeds[1]) == 3 * len(seeds[2])
+    assert about["command"] == f"python -m linattn_edu.experiments {name} --seeds 0 1 2 --out book/data/experiments/{name}.csv"
+    assert {key: about[key] for key in experiments.settings(name)} == {k: str(x) for k, x in experiments.settings(name).items()}
+
+
+def recorded(name, value, by):
+    """{key: (least, mean, greatest)} of the recorded table."""
+    return experiments.spread(experiments.recorded(name)[0], value, by)
+
+
+def always_above(table, high, low):
+    """In every seed: the least of one is above the greatest of the other."""
+    return table[high][0] > table[low][2]
 
 
 # Memories.
@@ -181,3 +200,210 @@ def test_parity_needs_negative_eigenvalues():
     right = table("parity", "accuracy", ["beta", "T"], seed=1, cases=cases, steps=250, lengths=(32, 128))
     assert min(right["(0, 2)", 32], right["(0, 2)", 128]) > 0.95
     assert 0.4 < min(right["(0, 1)", 32], right["(0, 1)", 128]) and max(right["(0, 1)", 32], right["(0, 1)", 128]) < 0.6
+
+
+# Recall.
+
+
+def test_sequences_ask_for_what_was_written_last():
+    for make, n in ((recall.recall_batch, 7), (recall.rebinding_batch, 24)):
+        ids, wanted = make(torch.Generator().manual_seed(1), 5, n)
+        for row, answers in zip(ids.tolist(), wanted.tolist()):
+            memory_of_row = {}
+            for key, value in zip(row[: 2 * n : 2], row[1 : 2 * n : 2]):
+                assert key < recall.KEYS <= value
+                memory_of_row[key] = value - recall.KEYS
+            assert [memory_of_row[key] for key in row[2 * n :]] == answers and len(set(row[2 * n :])) == len(answers)
+
+
+def test_curriculum_begins_small_and_ends_with_all_pairs():
+    plan = recall.curriculum(0, 200, 32)
+    assert len(plan) == 200 and set(plan[:30]) == {8} and set(plan[30:100]) == {4, 8, 16, 32} and set(plan[100:]) == {32}
+
+
+def test_a_layer_learns_to_recall():
+    right = table("mqar", "accuracy", "mixer", mixers=("deltanet",), pairs=(8,), steps=200)
+    assert right["deltanet"] > 0.9
+
+
+# Language models.
+
+
+def test_models_that_are_compared_have_equal_parameters_and_equal_states():
+    few = {"width": 32, "steps": 1, "batch": 1, "length": 8}
+    for name in ("language", "equal_state", "attention_gate"):
+        rows = experiments.run(name, **few)
+        sizes = [row["parameters"] for row in rows]
+        assert max(sizes) < 1.01 * min(sizes), name
+    for name, row in zip((row["model"] for row in rows), rows):
+        assert row["training"] > 0, name
+    held = {row["model"]: row["cache_bytes"] for row in experiments.run("equal_state", **few)}
+    normaliser = 2 * 2 * 16 * 4  # depth, heads, K, bytes
+    assert held.pop("linear") - normaliser == held["deltanet"] and len(set(held.values())) == 1
+
+
+# Long texts.
+
+
+def test_yarn_slows_what_turns_slowly_and_keeps_what_turns_fast():
+    plain, one = extrapolation.yarn_frequencies(64, 1e4, 1, 4096)
+    slowed, scale = extrapolation.yarn_frequencies(64, 1e4, 8, 4096)
+    turns = 4096 * plain / (2 * torch.pi)
+    assert one == 1 and scale == pytest.approx(1.2079, abs=1e-4)
+    torch.testing.assert_close(slowed[turns > 32], plain[turns > 32])
+    torch.testing.assert_close(slowed[turns < 1], plain[turns < 1] / 8)
+    between = (turns > 1) & (turns < 32)
+    assert between.any() and (slowed < plain)[between].all() and (slowed > plain / 8)[between].all()
+
+
+@pytest.mark.parametrize("name", ["softmax", "gated attention"])
+def test_a_stretch_by_one_changes_nothing_and_by_four_something(name):
+    model = LanguageModel(extrapolation.pattern(name, 32, 2, 2))
+    ids = data.encode("It is a truth universally acknowledged, that a single man")[None]
+    plain, outputs = model(ids)[0], []
+    for factor in (1, 4):
+        extrapolation.stretch(model, factor, 16)
+        outputs.append(model(ids)[0])
+    torch.testing.assert_close(outputs[0], plain)
+    assert (outputs[1] - plain).abs().max() > 1e-3
+
+
+def test_what_follows_a_trigger_is_what_came_before_it():
+    ids = extrapolation.backcopy_batch(torch.Generator().manual_seed(0), 64, 50)
+    trigger = ids[:, 1:-1] > extrapolation.WORDS - extrapolation.TRIGGERS
+    assert trigger.float().mean() > 0.03 and (ids[:, 2:][trigger] == ids[:, :-2][trigger]).all()
+    assert not (ids[:, 2:] == ids[:, :-2])[~trigger].all() and (ids[:, 0] == 0).all() and (ids[:, 1:] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["softmax", "gated_attention"])
+def test_attention_to_the_first_is_what_the_operator_gives_it(name):
+    model = LanguageModel(language.reference(16, 1, 1, mixers=(name,)))
+    ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    first, gate = extrapolation.attention_to_the_first(model, ids)
+    [(q, k, _)] = model.qkv(ids)
+    mark = torch.zeros_like(q)
+    mark[:, 0] = 1
+    torch.testing.assert_close(first, softmax.parallel(q, k, mark)[0][:, :, 0, 0])
+    assert (gate == 1).all() if name == "softmax" else (0 < gate).all() and (gate < 1).all()
+
+
+def test_recorded_softmax_fails_beyond_its_training_length_and_states_do_not():
+    rows, about = experiments.recorded("extrapolation")
+    loss = recorded("extrapolation", "loss", ["model", "position"])
+    near, far = int(about["length"]), int(about["longest"])
+    for model in ("softmax", "gated attention"):
+        assert loss[model, far][0] > loss[model, near][2] + 0.1
+    for model in ("gated_deltanet", "kda", "hybrid", "hybrid, no positions"):
+        assert loss[model, far][2] < loss[model, near][1] and loss[model, far][2] < loss["softmax", far][0] - 0.3
+    assert loss["softmax, no positions", far][2] < loss["softmax, no positions", near][0]
+    assert loss["softmax, no positions", near][0] > loss["softmax", near][2] + 0.2
+
+
+# Images.
+
+
+def test_patches_are_squares_and_come_back():
+    image = torch.arange(64.0).view(1, 8, 8) / 64
+    patches = images.to_patches(image)
+    torch.testing.assert_close((patches[0, 5] + 1) / 2 * 64, torch.tensor([18.0, 19.0, 26.0, 27.0]))
+    torch.testing.assert_close(images.to_images(patches), image)
+
+
+def test_attention_over_all_tokens_is_the_operators():
+    q, k, v = torch.randn(3, 2, 7, 3, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    torch.testing.assert_close(images.attend("linear", *heads).transpose(1, 2), linear.bidirectional(q, k, v)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(images.attend("softmax", *heads).transpose(1, 2), softmax.parallel(q, k, v, causal=False)[0])
+    torch.testing.assert_close(images.attend("mean", *heads)[:, :, 0], heads[2].mean(2))
+
+
+def test_the_judge_knows_real_digits():
+    (known, names), (test, wanted) = map(data.digits, ("train", "test"))
+    assert (images.nearest_digit(known, known, names) == names).all()
+    assert (images.nearest_digit(test, known, names) == wanted).float().mean() > 0.97
+
+
+def test_a_reader_of_pixels_reads_all_of_them_in_order():
+    torch.manual_seed(0)
+    model, x = images.PixelReader("kda", 16, 2, 1), torch.rand(2, 64)
+    for i in (0, 30, 63):
+        changed = x.clone()
+        changed[:, i] += 1
+        assert (model(changed) - model(x)).abs().max() > 1e-6
+    assert (model(x.flip(1)) - model(x)).abs().max() > 1e-4
+
+
+# Advice.
+
+
+def test_the_baseline_of_the_tips_is_the_usual_training():
+    few = {"width": 32, "steps": 4, "batch": 2, "length": 16, "lr": 1e-2}
+    [row] = experiments.run("training_tips", tips=("baseline",), mixer="softmax", **few)
+    recipe = {key: few[key] for key in ("steps", "batch", "length", "lr")}
+    model, usual = language.fit(0, language.reference(32, 2, 2), device="cpu", **recipe)
+    assert row["parameters"] == usual["parameters"] and row["gain"] == 0
+    assert row["validation"] == usual["validation"] == evaluate(model, length=16, count=48)
+
+
+def test_after_the_swap_the_other_model_goes_on_with_the_weights():
+    config = language.reference(16, 2, 1)
+    recipe = {"seed": 0, "device": "cpu", "steps": 3, "batch": 2, "length": 16, "lr": 1e-2, "warmup": 1}
+    torch.manual_seed(0)
+    model, other = LanguageModel(config), LanguageModel(config)
+    torch.manual_seed(0)
+    alone = tips._train(LanguageModel(config), None, None, **recipe)
+    swapped = tips._train(model, other, 3, **recipe)
+    assert swapped is model and evaluate(swapped, length=16, count=4) == evaluate(alone, length=16, count=4)
+    assert tips._train(LanguageModel(config), other, 2, **recipe) is other
+
+
+def test_division_at_the_end_overflows_sooner_and_is_never_more_exact():
+    error, lost = (table("division_order", column, ["dtype", "d", "scale", "order"]) for column in ("error", "not_finite"))
+    assert lost["float16", 64, 8.0, "divide last"] > 0.5 > 0.1 > lost["float16", 64, 8.0, "divide q first"]
+    for dtype in ("bfloat16", "float16"):
+        assert error[dtype, 64, 1.0, "divide last"] == error[dtype, 64, 1.0, "divide q first"]
+        assert error[dtype, 48, 1.0, "divide last"] > 1.2 * error[dtype, 48, 1.0, "divide q first"]
+
+
+def test_sums_belong_in_float32():
+    error = table("half_precision", "error", ["attention", "inside", "T"], lengths=(256, 2048))
+    assert error["softmax", "float16", 2048] > 20 * error["softmax", "float32", 2048]
+    assert error["linear", "float16", 256] < 2e-3 and error["linear", "float16", 2048] > 0.9
+    assert error["linear", "float32", 2048] < 2e-4
+
+
+# What a large GPU is for, at the size of a CPU.
+
+
+def test_one_step_in_bfloat16_is_near_that_in_float32():
+    rows = h200.layers(device="cpu", mixers=("gated_deltanet",), batch=1, length=16, width=16, heads=2, depth=1)
+    assert [(row["form"], row["dtype"]) for row in rows] == [("chunkwise", "float32"), ("chunkwise", "bfloat16"), ("fused", "bfloat16")]
+    assert rows[0]["gradient_error"] == 0 < rows[1]["gradient_error"] < 0.2 and rows[1] == rows[2] | {"form": "chunkwise"}
+    assert all(row["loss_after"] < row["loss"] for row in rows)
+
+
+def test_a_random_cache_has_the_size_that_tokens_leave():
+    config = language.reference(48, 3, 4, mixers=h200.DECODERS["kda + softmax"][:4])
+    model = LanguageModel(config).bfloat16()
+    cache = h200.random_cache(model, 33, device="cpu", dtype=torch.bfloat16)
+    assert sum(c.bytes for c in cache) == model.cache_bytes(33)
+    _, real = model(torch.zeros(1, 33, dtype=torch.long))
+    assert [[x.shape for x in c.tensors] for c in cache] == [[x.shape for x in c.tensors] for c in real]
+    _, after = model(torch.zeros(1, 1, dtype=torch.long), cache)
+    assert [c.seen.item() for c in after] == [34] * 4
+
+
+def test_recorded_states_keep_their_size_up_to_a_million_tokens_and_caches_do_not():
+    rows, _ = registry.sweep.recorded("h200_decode")
+    held = {(row["model"], row["T"]): row["cache_bytes"] for row in rows}
+    for model in ("gated_deltanet", "kda"):
+        assert held[model, 2**10] == held[model, 2**20] < 3e6
+    assert held["softmax", 2**20] == 2**10 * held["softmax", 2**10] - (2**10 - 1) * 12 * 8
+    assert held["softmax", 2**20] / held["kda + softmax", 2**20] == pytest.approx(4, rel=0.01)
+
+
+def test_recorded_hybrid_has_100m_parameters_and_learns():
+    rows, about = registry.sweep.recorded("h200_hybrid")
+    assert 90e6 < int(about["parameters"]) < 110e6
+    judged = [row["validation"] for row in rows if row["validation"] != ""]
+    assert judged[-1] < 1.5 and rows[0]["loss"] > 5 and all(row["tokens_per_second"] > 0 for row in rows)

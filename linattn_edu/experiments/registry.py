@@ -15,6 +15,11 @@ EXPERIMENTS = {
     for theme, names in {
         "memory": ("capacity", "overwriting", "rebinding", "correlation", "repetition", "forgetting"),
         "state_tracking": ("parity", "swaps"),
+        "recall": ("mqar", "mqar_rebinding", "gate_start"),
+        "language": ("language", "equal_state", "short_convolution", "attention_gate"),
+        "extrapolation": ("extrapolation", "yarn", "sink"),
+        "images": ("pixels", "flow"),
+        "tips": ("training_tips", "division_order", "half_precision"),
     }.items()
     for name in names
 }

@@ -65,7 +65,7 @@ def train(
     model: nn.Module, source: str = "train", *, steps: int, batch: int = 8, length: int = 256, lr: float = 4e-3,
     warmup: int = 100, weight_decay: float = 0.1, clip: float = 1.0, seed: int = 0, validate_every: int = 500,
     bf16: bool = False, checkpoint: str | os.PathLike | None = None, checkpoint_every: int = 500, timed: bool = False,
-    progress: bool = True,
+    judge: bool = True, progress: bool = True,
 ) -> list[dict]:
     """Train in place; return one record a step: step, loss, lr, and now and then validation.
 
@@ -85,6 +85,7 @@ def train(
         checkpoint: a file, written after every `checkpoint_every` steps and the last; if it exists, training goes
             on from it, and ends with the same weights and records to the bit.
         timed: records also tell the seconds since the beginning.
+        judge: record validation at all.
         progress: show a bar.
 
     Raises:
@@ -108,7 +109,7 @@ def train(
         records.append({"step": step + 1, "loss": loss, "lr": rate})
         if timed:
             records[-1]["seconds"] = round(time.perf_counter() - began, 3)
-        if rank == 0 and ((step + 1) % validate_every == 0 or last):
+        if judge and rank == 0 and ((step + 1) % validate_every == 0 or last):
             records[-1]["validation"] = evaluate(model.eval())
         if rank == 0 and checkpoint is not None and ((step + 1) % checkpoint_every == 0 or last):
             save(checkpoint, model, optimizer, records, recipe)
