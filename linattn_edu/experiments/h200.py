@@ -89,9 +89,9 @@ def hybrid(*, device="cuda", minutes=2.0, config=HYBRID, batch=32, length=1024, 
         torch.manual_seed(seed)
         return LanguageModel(config).to(device)
 
-    train(fresh(), steps=pilot, judge=False, **recipe)
+    train(fresh(), steps=pilot, validate_every=None, **recipe)
     start = time.perf_counter()
-    train(fresh(), steps=pilot, judge=False, **recipe)
+    train(fresh(), steps=pilot, validate_every=None, **recipe)
     steps = max(int(60 * minutes / ((time.perf_counter() - start) / pilot)), 2)
     model = fresh()
     rows = train(model, steps=steps, warmup=max(steps // 10, 1), validate_every=max(steps // 12, 1), **recipe)

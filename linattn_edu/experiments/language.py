@@ -38,7 +38,7 @@ def fit(seed, config, *, device, steps, batch, length, lr, bf16=False, **recipe)
     """Train a model from this seed; return it, and a row of parameters, cache_bytes, training and validation loss."""
     torch.manual_seed(seed)
     model = LanguageModel(config).to(device)
-    recipe = {"warmup": max(steps // 10, 1), "weight_decay": 0.05, "judge": False, "progress": False} | recipe
+    recipe = {"warmup": max(steps // 10, 1), "weight_decay": 0.05, "validate_every": None, "progress": False} | recipe
     history = train(model, steps=steps, batch=batch, length=length, lr=lr, seed=seed, bf16=bf16, **recipe)
     last = [record["loss"] for record in history[-steps // 10 :]]
     return model, {

@@ -63,9 +63,9 @@ def adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Ad
 
 def train(
     model: nn.Module, source: str = "train", *, steps: int, batch: int = 8, length: int = 256, lr: float = 4e-3,
-    warmup: int = 100, weight_decay: float = 0.1, clip: float = 1.0, seed: int = 0, validate_every: int = 500,
+    warmup: int = 100, weight_decay: float = 0.1, clip: float = 1.0, seed: int = 0, validate_every: int | None = 500,
     bf16: bool = False, checkpoint: str | os.PathLike | None = None, checkpoint_every: int = 500, timed: bool = False,
-    judge: bool = True, progress: bool = True,
+    progress: bool = True,
 ) -> list[dict]:
     """Train in place; return one record a step: step, loss, lr, and now and then validation.
 
@@ -80,12 +80,11 @@ def train(
         weight_decay: of matrices.
         clip: the gradient is shortened to this norm.
         seed: chooses the windows.
-        validate_every: `evaluate(model)` is recorded after so many steps, and after the last.
+        validate_every: `evaluate(model)` is recorded after so many steps, and after the last; never if None.
         bf16: compute in bfloat16 where `torch.autocast` does; weights stay as they are.
         checkpoint: a file, written after every `checkpoint_every` steps and the last; if it exists, training goes
             on from it, and ends with the same weights and records to the bit.
         timed: records also tell the seconds since the beginning.
-        judge: record validation at all.
         progress: show a bar.
 
     Raises:
@@ -109,7 +108,7 @@ def train(
         records.append({"step": step + 1, "loss": loss, "lr": rate})
         if timed:
             records[-1]["seconds"] = round(time.perf_counter() - began, 3)
-        if judge and rank == 0 and ((step + 1) % validate_every == 0 or last):
+        if validate_every and rank == 0 and ((step + 1) % validate_every == 0 or last):
             records[-1]["validation"] = evaluate(model.eval())
         if rank == 0 and checkpoint is not None and ((step + 1) % checkpoint_every == 0 or last):
             save(checkpoint, model, optimizer, records, recipe)
