@@ -147,6 +147,73 @@ def test_cache_bytes_are_those_of_a_real_cache(name):
             assert cache.bytes == layer.cache_bytes(T, dtype=dtype)
 
 
+# Decoding without gradients appends in place, and nobody can tell.
+
+
+@LAYERS
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_appending_in_place_changes_no_result(name, mode):
+    layer, x = shaken(name), tokens(1, 91)
+    whole, last = layer(x)
+    with mode():
+        outputs, cache = [], None
+        for piece in x.split([5, *80 * [1], 3, 0, 3], 1):
+            y, cache = layer(piece, cache=cache)
+            outputs.append(y)
+        close(torch.cat(outputs, 1), whole)
+        for a, b in zip(cache.tensors, last.tensors, strict=True):
+            close(a, b)
+        assert cache.bytes == layer.cache_bytes(91, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("name", ["grouped", "latent"])
+@torch.no_grad()
+def test_every_branch_of_a_prompt_keeps_its_memory(name):
+    """A tree of continuations: each branch is what it would be alone, whichever was taken first."""
+    layer, x = shaken(name), tokens(1, 6)
+    _, trunk = layer(x)
+    _, trunk = layer(tokens(1, 1, seed=9), cache=trunk)  # from here on there is room behind the trunk
+    x = torch.cat([x, tokens(1, 1, seed=9)], 1)
+    branches = {(): trunk}
+    for path in [(1,), (2,), (1, 3), (2, 3), (1, 4), (2, 4), (2, 4, 5), (1, 3, 6)]:
+        _, branches[path] = layer(tokens(1, 1, seed=path[-1]), cache=branches[path[:-1]])
+    for path, cache in branches.items():
+        text = torch.cat([x, *(tokens(1, 1, seed=seed) for seed in path)], 1)
+        for a, b in zip(cache.tensors, layer(text)[1].tensors, strict=True):
+            close(a, b)
+
+
+@torch.no_grad()
+def test_decoding_copies_a_token_a_few_times_only():
+    layer, where = SoftmaxAttention(D, 3), []
+    _, cache = layer(tokens(1, 1000, dtype=torch.float32))
+    for _ in range(1000):
+        _, cache = layer(tokens(1, 1, dtype=torch.float32), cache=cache)
+        k, v = cache.state
+        where.append(k.data_ptr())
+        assert k.untyped_storage().nbytes() <= k.nbytes * 9 / 8 + 64 * k[0, 0].nbytes
+    assert 3 < len(set(where)) < 10
+
+
+def test_modes_may_be_mixed():
+    """A prompt read without gradients, continued with them, in inference mode and again without."""
+    layer, x = shaken("grouped"), tokens(1, 9)
+    whole, _ = layer(x)
+    with torch.inference_mode():
+        _, cache = layer(x[:, :3])
+        _, cache = layer(x[:, 3:4], cache=cache)
+    with torch.no_grad():
+        outputs = [layer(x[:, 4:5], cache=cache)]
+        outputs += [layer(x[:, 5:6], cache=outputs[-1][1])]
+    with torch.inference_mode():
+        outputs += [layer(x[:, 6:7], cache=outputs[-1][1])]
+    with torch.no_grad():
+        outputs += [layer(x[:, 7:8], cache=outputs[-1][1])]
+    y, _ = layer(x[:, 8:], cache=outputs[-1][1])
+    assert y.requires_grad
+    close(torch.cat([*(o for o, _ in outputs), y], 1), whole[:, 4:])
+
+
 # What the layers mean.
 
 

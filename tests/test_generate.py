@@ -79,6 +79,8 @@ def test_the_nucleus_is_the_fewest_likeliest_ids_that_reach_top_p():
     assert drawn(0.41) == drawn(0.69) == {0, 1}
     assert drawn(0.71) == drawn(0.89) == {0, 1, 2}
     assert drawn(0.91) == drawn(1.0) == {0, 1, 2, 3}
+    equal = choose(torch.zeros(2000, 4, dtype=torch.float64), top_p=0.5)
+    assert len(equal.unique()) == 2, "two quarters reach a half exactly"
     kept = choose(logits[[2, 0, 3, 1]].expand(4000, -1), top_p=0.6)  # any order of ids; 4 : 3 within the nucleus
     share = (kept == 1).double().mean()
     assert set(kept.tolist()) == {1, 3} and abs(share - 4 / 7) < 0.04

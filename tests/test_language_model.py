@@ -195,7 +195,24 @@ def test_special_starts_are_left_alone():
         dt = torch.nn.functional.softplus(layer.dt_bias)
         assert 0.0009 < dt.min() and dt.max() < 0.101
     assert mamba.dt_proj.weight.abs().max() <= mamba.dt_proj.weight.shape[1] ** -0.5
-    assert abs(gdn.q_proj.weight.std() * 8 - 1) < 0.05 and abs(gdn.o_proj.weight.std() * 8 * 8**0.5 - 1) < 0.05
+    assert abs(gdn.q_proj.weight.std() * 8 - 1) < 0.05
+
+
+def test_what_is_added_to_the_stream_starts_small():
+    """Four layers add eight times: the last projection of each branch has 1 / sqrt(8) of the usual scale."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(width=64, heads=2, mixers=4 * ("gated_deltanet",), hidden=100))
+    config = models.Qwen3NextConfig(
+        256, 64, 4 * ("gated_attention",), heads=2, kv_heads=2, head_dim=32, rope_channels=8, experts=16,
+        expert_hidden=100, shared_hidden=100, top_k=2,
+    )  # fmt: skip
+    mixture = models.Qwen3Next(config).blocks[0].mlp
+    usual = lambda weight: (weight.std() * weight.shape[-1] ** 0.5).item()
+    mixer, mlp = model.blocks[1].mixer, model.blocks[1].mlp
+    for weight in (mixer.o_proj.weight, mlp.down.weight, mixture.down, mixture.shared.down.weight):
+        assert abs(usual(weight) * 8**0.5 - 1) < 0.05
+    for weight in (mixer.q_proj.weight, mlp.up.weight, mixture.up, mixture.shared.up.weight):
+        assert abs(usual(weight) - 1) < 0.05
 
 
 # Files.
