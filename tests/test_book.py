@@ -1,5 +1,6 @@
 """The book: what its pages promise, that it needs no network, and that its build notices what it must notice."""
 
+import json
 import os
 import re
 import shutil
@@ -32,11 +33,21 @@ def test_every_page_and_every_variant_has_its_place():
 
 
 def test_the_map_marks_what_is_not_yet_written():
-    rows = re.findall(r"^\| (.+?) \| ", (ROOT / "book" / "index.md").read_text(), re.MULTILINE)[1:]
+    rows = re.findall(r"^\| (.+?) \| ", (ROOT / "book" / "index.md").read_text().split("## The chapters")[0], re.MULTILINE)[1:]
     assert len(rows) == 9
     for row in rows:
         link = re.match(r"\[.+\]\(\.\./(notebooks/\w+)\.ipynb\)$", row)
         assert (link[1] in toc_files()) if link else row.endswith("[not yet written]{.unwritten}"), row
+
+
+def test_the_landing_page_and_the_readme_list_every_chapter_with_its_minutes():
+    index, readme = ((ROOT / name).read_text() for name in ("book/index.md", "README.md"))
+    for file in toc_files():
+        if file.startswith("notebooks/"):
+            notebook = json.loads((ROOT / f"{file}.ipynb").read_text())
+            minutes = re.search(r"Reading time: (\d+) minutes", "".join(notebook["cells"][0]["source"]))[1]
+            assert re.search(rf"^\| \[\]\(\.\./{file}\.ipynb\) \| .+ \| {minutes} \|$", index, re.MULTILINE), file
+            assert f"({file}.ipynb)" in readme
 
 
 def test_every_glossary_entry_has_a_chinese_name():
