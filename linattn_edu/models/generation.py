@@ -21,7 +21,7 @@ def choose(logits, *, temperature=1.0, top_p=1.0, generator=None):
     """
     if temperature == 0:
         return logits.argmax(-1)
-    p, ids = (logits.float() / temperature).softmax(-1).sort(-1, descending=True, stable=True)
+    p, ids = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     before = p.cumsum(-1) - p
     p = p.masked_fill(before >= top_p, 0) if top_p < 1 else p
     return ids.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
