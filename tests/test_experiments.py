@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from linattn_edu import data, experiments, linear, softmax
-from linattn_edu.experiments import extrapolation, h200, images, language, memory, recall, registry, state_tracking, tips
+from linattn_edu.experiments import (
+    extrapolation,
+    h200,
+    images,
+    language,
+    memory,
+    recall,
+    registry,
+    state_tracking,
+    tips,
+)
 from linattn_edu.experiments.__main__ import main
 from linattn_edu.models import LanguageModel
 from linattn_edu.train import evaluate
@@ -15,7 +25,10 @@ from linattn_edu.train import evaluate
 
 def table(name, value, by, seed=0, **changes):
     """{key: value} of one seed."""
-    return {key: mean for key, (_, mean, _) in experiments.spread(experiments.run(name, [seed], **changes), value, by).items()}
+    return {
+        key: mean
+        for key, (_, mean, _) in experiments.spread(experiments.run(name, [seed], **changes), value, by).items()
+    }
 
 
 # Registry, command, tables.
@@ -24,7 +37,12 @@ def table(name, value, by, seed=0, **changes):
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_an_experiment_has_a_short_and_a_gpu_setting_and_says_what_its_arguments_are(name):
     short, gpu = (experiments.settings(name, setting) for setting in ("short", "gpu"))
-    assert short["device"] == "cpu" and gpu["device"] == "cuda" and short.keys() == gpu.keys() and short != gpu | {"device": "cpu"}
+    assert (
+        short["device"] == "cpu"
+        and gpu["device"] == "cuda"
+        and short.keys() == gpu.keys()
+        and short != gpu | {"device": "cpu"}
+    )
     documented = inspect.getdoc(experiments.find(name)).split("Args:")[1]
     for argument in short:
         assert argument in documented, argument
@@ -46,7 +64,10 @@ def test_unknown_names_are_refused():
 
 
 def test_spread_is_least_mean_and_greatest():
-    rows = [{"seed": s, "kind": kind, "x": x} for s, (kind, x) in enumerate([("a", 1.0), ("b", 7.0), ("a", 2.0), ("a", 6.0)])]
+    rows = [
+        {"seed": s, "kind": kind, "x": x}
+        for s, (kind, x) in enumerate([("a", 1.0), ("b", 7.0), ("a", 2.0), ("a", 6.0)])
+    ]
     assert experiments.spread(rows, "x", "kind") == {"a": (1.0, 3.0, 6.0), "b": (7.0, 7.0, 7.0)}
 
 
@@ -73,8 +94,13 @@ def test_a_recorded_table_is_the_short_setting_with_three_seeds(name):
     rows, about = experiments.recorded(name)
     seeds = [[row for row in rows if row["seed"] == seed] for seed in (0, 1, 2)]
     assert len(rows) == 3 * len(seeds[0]) == 3 * len(seeds[1]) == 3 * len(seeds[2])
-    assert about["command"] == f"python -m linattn_edu.experiments {name} --seeds 0 1 2 --out book/data/experiments/{name}.csv"
-    assert {key: about[key] for key in experiments.settings(name)} == {k: str(x) for k, x in experiments.settings(name).items()}
+    assert (
+        about["command"]
+        == f"python -m linattn_edu.experiments {name} --seeds 0 1 2 --out book/data/experiments/{name}.csv"
+    )
+    assert {key: about[key] for key in experiments.settings(name)} == {
+        k: str(x) for k, x in experiments.settings(name).items()
+    }
 
 
 def recorded(name, value, by):
@@ -143,7 +169,9 @@ def test_correlated_keys_blow_the_additive_error_up_and_not_the_delta_rules():
 def test_repetition_teaches_the_delta_rule_only():
     error, rescaled = (table("repetition", column, ["memory", "passes"]) for column in ("error", "rescaled"))
     assert error["delta", 1] > 0.2 and error["delta", 16] < 1e-2
-    assert rescaled["additive", 16] == pytest.approx(rescaled["additive", 1], rel=1e-3) and rescaled["additive", 16] > 0.2
+    assert (
+        rescaled["additive", 16] == pytest.approx(rescaled["additive", 1], rel=1e-3) and rescaled["additive", 16] > 0.2
+    )
 
 
 def test_a_channel_gate_clears_one_subspace_and_a_scalar_gate_cannot():
@@ -169,7 +197,9 @@ def test_recall_is_the_recurrence_of_each_memory():
     weights = (memory.SHARPNESS * k @ k.mT).softmax(-1)
     torch.testing.assert_close(memory.recall("softmax", k, v, k), weights @ v)
     phi = torch.nn.functional.elu(2 * k) + 1
-    torch.testing.assert_close(memory.recall("ELU+1", k, v, k), (phi @ phi.mT) @ v / (phi @ phi.mT).sum(-1, keepdim=True))
+    torch.testing.assert_close(
+        memory.recall("ELU+1", k, v, k), (phi @ phi.mT) @ v / (phi @ phi.mT).sum(-1, keepdim=True)
+    )
 
 
 def test_the_score_shares_a_tie():
@@ -218,7 +248,9 @@ def test_sequences_ask_for_what_was_written_last():
 
 def test_curriculum_begins_small_and_ends_with_all_pairs():
     plan = recall.curriculum(0, 200, 32)
-    assert len(plan) == 200 and set(plan[:30]) == {8} and set(plan[30:100]) == {4, 8, 16, 32} and set(plan[100:]) == {32}
+    assert (
+        len(plan) == 200 and set(plan[:30]) == {8} and set(plan[30:100]) == {4, 8, 16, 32} and set(plan[100:]) == {32}
+    )
 
 
 def test_a_layer_learns_to_recall():
@@ -312,8 +344,12 @@ def test_patches_are_squares_and_come_back():
 def test_attention_over_all_tokens_is_the_operators():
     q, k, v = torch.randn(3, 2, 7, 3, 4, generator=torch.Generator().manual_seed(0)).unbind()
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    torch.testing.assert_close(images.attend("linear", *heads).transpose(1, 2), linear.bidirectional(q, k, v)[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(images.attend("softmax", *heads).transpose(1, 2), softmax.parallel(q, k, v, causal=False)[0])
+    torch.testing.assert_close(
+        images.attend("linear", *heads).transpose(1, 2), linear.bidirectional(q, k, v)[0], rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        images.attend("softmax", *heads).transpose(1, 2), softmax.parallel(q, k, v, causal=False)[0]
+    )
     torch.testing.assert_close(images.attend("mean", *heads)[:, :, 0], heads[2].mean(2))
 
 
@@ -358,7 +394,9 @@ def test_after_the_swap_the_other_model_goes_on_with_the_weights():
 
 
 def test_division_at_the_end_overflows_sooner_and_is_never_more_exact():
-    error, lost = (table("division_order", column, ["dtype", "d", "scale", "order"]) for column in ("error", "not_finite"))
+    error, lost = (
+        table("division_order", column, ["dtype", "d", "scale", "order"]) for column in ("error", "not_finite")
+    )
     assert lost["float16", 64, 8.0, "divide last"] > 0.5 > 0.1 > lost["float16", 64, 8.0, "divide q first"]
     for dtype in ("bfloat16", "float16"):
         assert error[dtype, 64, 1.0, "divide last"] == error[dtype, 64, 1.0, "divide q first"]
@@ -377,8 +415,14 @@ def test_sums_belong_in_float32():
 
 def test_one_step_in_bfloat16_is_near_that_in_float32():
     rows = h200.layers(device="cpu", mixers=("gated_deltanet",), batch=1, length=16, width=16, heads=2, depth=1)
-    assert [(row["form"], row["dtype"]) for row in rows] == [("chunkwise", "float32"), ("chunkwise", "bfloat16"), ("fused", "bfloat16")]
-    assert rows[0]["gradient_error"] == 0 < rows[1]["gradient_error"] < 0.2 and rows[1] == rows[2] | {"form": "chunkwise"}
+    assert [(row["form"], row["dtype"]) for row in rows] == [
+        ("chunkwise", "float32"),
+        ("chunkwise", "bfloat16"),
+        ("fused", "bfloat16"),
+    ]
+    assert rows[0]["gradient_error"] == 0 < rows[1]["gradient_error"] < 0.2 and rows[1] == rows[2] | {
+        "form": "chunkwise"
+    }
     assert all(row["loss_after"] < row["loss"] for row in rows)
 
 

@@ -60,16 +60,23 @@ def extrapolation(
         recipe = {"device": device, "steps": steps, "batch": batch, "length": length, "lr": lr, "bf16": bf16}
         model, row = fit(seed, pattern(name, width, heads, depth), **recipe)
         for i, part in enumerate(loss_by_position(model, x, y, batch=4).split(length)):
-            rows.append({"model": name, "position": (i + 1) * length, "loss": part.mean().item(), "parameters": row["parameters"]})
+            rows.append(
+                {
+                    "model": name,
+                    "position": (i + 1) * length,
+                    "loss": part.mean().item(),
+                    "parameters": row["parameters"],
+                }
+            )
     return rows
 
 
 def yarn_frequencies(channels, base, factor, length, slow=1.0, fast=32.0):
     """YaRN's angles a token, and the factor by which q and k are multiplied, for a context `factor` times as long.
 
-    A pair that turns r = length / wavelength times within the trained length keeps its frequency if r > fast, turns
-    `factor` times slower if r < slow, and is blended in between. Scores are multiplied by (0.1 ln factor + 1)^2, half of
-    it on q and half on k. Source: Peng et al. 2023 (2309.00071).
+    A pair that turns r = length / wavelength times within the trained length keeps its frequency if r > fast,
+    turns `factor` times slower if r < slow, and is blended in between. Scores are multiplied by
+    (0.1 ln factor + 1)^2, the root of it on q and on k. Source: Peng et al. 2023 (2309.00071).
     """
     frequency = base ** (-torch.arange(0, channels, 2) / channels)
     turns = length * frequency / (2 * math.pi)
@@ -99,7 +106,18 @@ def _stretched_qkv(layer, frequency, scale, x, positions):
 
 @experiment(gpu=GPU | {"factors": (1, 2, 4, 8), "depth": 4})
 def yarn(
-    seed, *, device="cpu", factors=(1, 2, 4, 8), width=64, heads=2, depth=2, steps=200, batch=8, length=128, lr=4e-3, bf16=False
+    seed,
+    *,
+    device="cpu",
+    factors=(1, 2, 4, 8),
+    width=64,
+    heads=2,
+    depth=2,
+    steps=200,
+    batch=8,
+    length=128,
+    lr=4e-3,
+    bf16=False,
 ):
     """Softmax attention with and without an output gate, stretched by YaRN without further training.
 
@@ -156,14 +174,17 @@ def sink(seed, *, device="cpu", width=64, steps=400, batch=32, length=64, lr=3e-
         steps, batch, length, lr: of the training.
 
     Returns:
-        rows with model, at ("triggers" or "others"), first: mean attention to the first token, gate: mean output gate (1
-        without one), and loss.
+        rows with model, at ("triggers" or "others"), first: mean attention to the first token, gate: mean output
+        gate (1 without one), and loss.
     """
     rows = []
     for name in ("softmax", "gated_attention"):
         torch.manual_seed(seed)
         draw = torch.Generator().manual_seed(seed)
-        config = equalized(reference(width, 1, 1, mixers=(name,), vocabulary=WORDS + 1), parameters(reference(width, 1, 1, vocabulary=WORDS + 1)))
+        config = equalized(
+            reference(width, 1, 1, mixers=(name,), vocabulary=WORDS + 1),
+            parameters(reference(width, 1, 1, vocabulary=WORDS + 1)),
+        )
         model = LanguageModel(config).to(device)
         optimizer = adamw(model, lr=lr, weight_decay=0.0)
         for step in range(steps):

@@ -87,12 +87,14 @@ def pixels(
         with torch.no_grad():
             right = (model(x_test).argmax(-1) == y_test).float().mean().item()
         count = sum(p.numel() for p in model.parameters())
-        rows.append({"mixer": name, "accuracy": right, "loss": sum(losses[-len(order) :]) / len(order), "parameters": count})
+        rows.append(
+            {"mixer": name, "accuracy": right, "loss": sum(losses[-len(order) :]) / len(order), "parameters": count}
+        )
     return rows
 
 
 def attend(kind, q, k, v):
-    """All tokens [B, H, T, K] read all of [B, H, L, K]: "softmax", "linear" (ELU+1), or "mean", which weighs all alike."""
+    """Tokens [B, H, T, K] read all of [B, H, L, K]: "softmax", "linear" (ELU+1), or "mean", which weighs all alike."""
     if kind == "softmax":
         return attend_at_once(q, k, v, q.shape[-1] ** -0.5, False)
     if kind == "mean":
@@ -221,7 +223,11 @@ def train_painter(seed, kind, known, names, width, heads, depth, steps, batch, l
     for step in range(steps):
         schedule(optimizer, step, steps, lr)
         chosen = torch.randint(len(patches), (batch,)).to(known.device)
-        image, noise, t = patches[chosen], torch.randn(batch, 16, 4).to(known.device), torch.rand(batch).to(known.device)
+        image, noise, t = (
+            patches[chosen],
+            torch.randn(batch, 16, 4).to(known.device),
+            torch.rand(batch).to(known.device),
+        )
         x = torch.lerp(noise, image, t[:, None, None])
         loss = (model(x, t, names[chosen]) - (image - noise)).square().mean()
         step_of(optimizer, loss, model)

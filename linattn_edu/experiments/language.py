@@ -101,8 +101,8 @@ def language(
 
 @experiment(gpu=GPU)
 def equal_state(
-    seed, *, device="cpu", mixers=("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda"), width=64,
-    heads=2, depth=2, steps=100, batch=8, length=128, lr=4e-3, bf16=False,
+    seed, *, device="cpu", mixers=("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda"),
+    width=64, heads=2, depth=2, steps=100, batch=8, length=128, lr=4e-3, bf16=False,
 ):  # fmt: skip
     """The same at equal states too: heads x K x V numbers a layer in every mixer, and a short convolution in each.
 
@@ -129,14 +129,16 @@ def equal_state(
     configs = {}
     for name in mixers:
         layer, options = every[name]
-        configs[name] = reference(width, heads, depth, mixers=(layer,) * depth, options={layer: options | same.get(name, {})})
+        configs[name] = reference(
+            width, heads, depth, mixers=(layer,) * depth, options={layer: options | same.get(name, {})}
+        )
     return compare(seed, configs, device=device, steps=steps, batch=batch, length=length, lr=lr, bf16=bf16)
 
 
 @experiment(gpu=GPU)
 def short_convolution(
-    seed, *, device="cpu", mixers=("linear", "retention", "deltanet", "gated_deltanet", "kda"), width=64, heads=2, depth=2,
-    steps=100, batch=8, length=128, lr=4e-3, bf16=False,
+    seed, *, device="cpu", mixers=("linear", "retention", "deltanet", "gated_deltanet", "kda"), width=64, heads=2,
+    depth=2, steps=100, batch=8, length=128, lr=4e-3, bf16=False,
 ):  # fmt: skip
     """Each mixer with and without the short convolution on q, k and v; linear attention without positions.
 
@@ -164,8 +166,8 @@ def short_convolution(
 
 @experiment(gpu=GPU)
 def attention_gate(
-    seed, *, device="cpu", gates=("none", "G1", "G1 headwise", "G2", "G3", "G4", "G5"), width=64, heads=2, depth=2, steps=100,
-    batch=8, length=128, lr=4e-3, bf16=False,
+    seed, *, device="cpu", gates=("none", "G1", "G1 headwise", "G2", "G3", "G4", "G5"), width=64, heads=2, depth=2,
+    steps=100, batch=8, length=128, lr=4e-3, bf16=False,
 ):  # fmt: skip
     """Where a sigmoid gate in softmax attention helps: after the heads (G1), on v, k, q (G2 to G4), or after W_O (G5).
 
@@ -183,5 +185,7 @@ def attention_gate(
     for gate in gates:
         position, _, headwise = gate.partition(" ")
         options = {} if gate == "none" else {"gated_attention": {"position": position, "headwise": bool(headwise)}}
-        configs[gate] = reference(width, heads, depth, mixers=("gated_attention" if options else "softmax",) * depth, options=options)
+        configs[gate] = reference(
+            width, heads, depth, mixers=("gated_attention" if options else "softmax",) * depth, options=options
+        )
     return compare(seed, configs, device=device, steps=steps, batch=batch, length=length, lr=lr, bf16=bf16)

@@ -49,7 +49,9 @@ def recall(memory, k, v, queries, *, g=0.0, beta=1.0):
         strength = torch.full_like(gate, beta)
         _, S = gated_deltanet.chunkwise(keys, keys, values, g=gate, beta=strength, output_final_state=True)
     else:
-        raise ValueError(f"`memory`: got {memory!r}, expected 'additive', 'ELU+1', 'softmax', 'decay', 'delta' or 'gated delta'")
+        raise ValueError(
+            f"`memory`: got {memory!r}, expected 'additive', 'ELU+1', 'softmax', 'decay', 'delta' or 'gated delta'"
+        )
     return queries @ S[:, 0]
 
 
@@ -70,7 +72,7 @@ def relative_error(answers, values):
 
 
 def accuracy(answers, values, right):
-    """How often the nearest of `values` [B, M, V] to an answer [B, N, V] is number `right` [B, N]; ties share the point."""
+    """How often the nearest of `values` [B, M, V] to an answer [B, N, V] is number `right` [B, N]; ties are shared."""
     distance = torch.cdist(answers, values, compute_mode="donot_use_mm_for_euclid_dist")
     nearest = distance <= 1.0001 * distance.amin(-1, keepdim=True)
     return (nearest.gather(-1, right[..., None])[..., 0] / nearest.sum(-1)).mean().item()
@@ -80,10 +82,10 @@ def accuracy(answers, values, right):
 def capacity(seed, *, device="cpu", dims=(16, 32, 64), loads=(0.25, 0.5, 1.0, 2.0, 4.0), width=32, trials=40):
     """N pairs with independent keys in R^d: the error of reading them back, against N / d.
 
-    Result: the additive memory has error (N - 1) / d, so that the curves of all d fall on one of N / d. The delta rule's
-    error is lower at every load, though with N = d it is no small one: one pass over the pairs does not solve for them.
-    By accuracy the order is the other way: the additive answer is the value plus noise, the delta rule's old
-    pairs are partly erased. ELU+1 answers close to the mean of all values.
+    Result: the additive memory has error (N - 1) / d, so that the curves of all d fall on one of N / d. The delta
+    rule's error is lower at every load, though with N = d it is no small one: one pass over the pairs does not solve
+    for them. By accuracy the order is the other way from N = d on: the additive answer is the value plus noise, the
+    delta rule's old pairs are partly erased. ELU+1 answers close to the mean of all values.
 
     Args:
         seed: draws keys and values.
@@ -194,7 +196,9 @@ def rebinding(seed, *, device="cpu", keys=8, d=32, width=32, rebindings=(0, 1, 2
         v = random_values(draw, trials, (again + 1) * keys, width, device=device)
         latest = again * keys + order[:, -1].argsort(-1)
         for name in WRITERS:
-            rows.append({"memory": name, "rebindings": again, "accuracy": accuracy(written(name, stream, v, k), v, latest)})
+            rows.append(
+                {"memory": name, "rebindings": again, "accuracy": accuracy(written(name, stream, v, k), v, latest)}
+            )
     return rows
 
 
@@ -202,10 +206,10 @@ def rebinding(seed, *, device="cpu", keys=8, d=32, width=32, rebindings=(0, 1, 2
 def correlation(seed, *, device="cpu", cosines=(0.0, 0.3, 0.6), d=32, width=32, sizes=(16, 32), trials=40):
     """Keys that resemble each other, as those of a real layer do: accuracy against their mutual cosine.
 
-    Result: the additive memory's error grows tenfold from cosine 0 to 0.6, since all answers share the large direction;
-    the delta rule's grows to at most 1.1, and beta 0.5 is the better choice for correlated keys. Accuracy, which is blind
-    to size, tells less: with N = d the additive memory is ahead on independent keys and behind on correlated
-    ones, with N = d / 2 the difference is small.
+    Result: the additive memory's error grows tenfold from cosine 0 to 0.6, since all answers share the large
+    direction; the delta rule's grows to at most 1.1, and beta 0.5 is the better choice for correlated keys. Accuracy
+    tells less: with N = d the additive memory is ahead on independent keys and behind on correlated ones, with
+    N = d / 2 the difference is small.
 
     Args:
         seed: draws keys and values.
@@ -290,7 +294,9 @@ def forgetting(seed, *, device="cpu", d=32, width=32, pairs=8, trials=40):
         g = torch.zeros(trials, 2 * pairs + 1, 1, d, device=device)
         g[:, -1, :, : d // 2], g[:, -1, :, d // 2 :] = (torch.tensor(keep).log() for keep in keeps)
         keys, values = (F.pad(x, (0, 0, 0, 1))[:, :, None] for x in (k, v))  # the last token writes nothing
-        _, S = kda.chunkwise(keys, keys, values, g=g, beta=torch.ones(g.shape[:-1], device=device), output_final_state=True)
+        _, S = kda.chunkwise(
+            keys, keys, values, g=g, beta=torch.ones(g.shape[:-1], device=device), output_final_state=True
+        )
         for part, chosen in (("A", slice(0, pairs)), ("B", slice(pairs, None))):
             answers, wanted = k[:, chosen] @ S[:, 0], v[:, chosen]
             energy = (answers.square().sum() / wanted.square().sum()).item()

@@ -85,7 +85,7 @@ def _sequence(keys, values, queries):
 
 
 def fit(model, draw, make, plan, *, batch, lr, device):
-    """Train on `make(draw, batch, n)` for n of the plan, step after step; loss and accuracy are those at the queries."""
+    """Train on `make(draw, batch, n)` for every n of the plan; the loss is that at the queries."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     for step, n in enumerate(plan):
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / len(plan)))
@@ -109,7 +109,7 @@ def score(model, draw, make, n, *, device, sequences=256):
 
 
 def curriculum(seed, steps, pairs):
-    """Numbers of pairs: few at first, then mixed, then all. Without it a model may see no gradient for long, or ever."""
+    """The numbers of pairs, step by step: few at first, then mixed, then all."""
     draw = torch.Generator().manual_seed(seed)
     sizes = [n for n in (4, 8, 16, 32, 64) if n <= pairs]
     mixed = [sizes[i] for i in torch.randint(len(sizes), (steps // 2,), generator=draw)]
@@ -157,8 +157,8 @@ def mqar(
 
 @experiment(gpu={"keys": 16, "writes": 128, "steps": 2000, "width": 128, "key_dim": 32, "lr": 3e-3})
 def mqar_rebinding(
-    seed, *, device="cpu", mixers=("softmax", "linear", "gla", "deltanet", "gated_deltanet"), keys=4, writes=16, width=64,
-    key_dim=16, steps=400, batch=64, lr=1e-2,
+    seed, *, device="cpu", mixers=("softmax", "linear", "gla", "deltanet", "gated_deltanet"), keys=4, writes=16,
+    width=64, key_dim=16, steps=400, batch=64, lr=1e-2,
 ):  # fmt: skip
     """MQAR where each key is bound several times: only the latest value is right.
 
@@ -184,7 +184,7 @@ def gate_start(
     seed, *, device="cpu", mixers=("gated_deltanet", "kda"), pairs=16, width=64, key_dim=16, steps=400, batch=64,
     lr=1e-2,
 ):  # fmt: skip
-    """The gates' first values decide whether a layer of one head learns recall at all: slow ones, or the published ones.
+    """Do the gates' first values decide whether a layer of one head learns recall? Slow ones, or those published.
 
     Args:
         seed: draws weights and sequences.

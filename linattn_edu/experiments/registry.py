@@ -93,7 +93,7 @@ def record(path, rows, *, command, arguments):
 
 
 def recorded(name):
-    """The rows of the recorded table of an experiment, numbers as numbers, and the facts above it; None without the book."""
+    """The rows of an experiment's recorded table and the facts above it; None where there is no such table."""
     return sweep.recorded(Path("experiments", name))
 
 

@@ -29,32 +29,46 @@ TIPS = {
 """What changes against the baseline: RMSNorm, warm-up over 10 % of the steps, W_q and W_k from N(0, 1/D)."""
 
 
-def _model(seed, config, spread=None):
+def _changed(config, tip):
+    """The configuration, with what the tip changes of it."""
+    change, mixer = TIPS[tip], config.mixers[0]
+    config = dataclasses.replace(config, norm=change.get("norm", "rms"), layer_scale=change.get("layer_scale"))
+    if "wide" not in change:
+        return config
+    each = change["wide"] * config.width // config.heads
+    sizes = {"head_dim": each} if mixer == "softmax" else {"key_dim": each, "value_dim": each}
+    return dataclasses.replace(config, options={mixer: config.options.get(mixer, {}) | sizes})
+
+
+def _models(seed, config, tip):
+    """The model that training begins with, and the one that takes over its weights at the swap."""
     torch.manual_seed(seed)
-    model = LanguageModel(config)
-    for block in model.blocks if spread else ():
-        for name in ("q_proj", "k_proj"):
-            nn.init.normal_(getattr(block.mixer, name).weight, std=spread)
-    return model
+    mixers = ("softmax",) * len(config.mixers) if "softmax" in TIPS[tip] else config.mixers
+    model = LanguageModel(dataclasses.replace(config, mixers=mixers))
+    for block in model.blocks if "spread" in TIPS[tip] else ():
+        for projection in (block.mixer.q_proj, block.mixer.k_proj):
+            nn.init.normal_(projection.weight, std=TIPS[tip]["spread"])
+    return model, LanguageModel(config)
 
 
-def _train(model, swapped, first, *, seed, device, steps, batch, length, lr, warmup, bf16=False):
-    """Train `model`; after `first` steps `swapped` takes over its weights. Returns the model that ends."""
+def _train(model, other, swap, *, seed, device, steps, batch, length, lr, warmup, bf16=False):
+    """Train `model`; after `swap` steps `other` takes over its weights. Returns the model that ends."""
     model.to(device)
     optimizer = adamw(model, lr=lr, weight_decay=0.05)
     for step, (x, y) in zip(range(steps), data.batches("train", batch=batch, length=length, seed=seed)):
-        if step == first:
-            swapped.load_state_dict(model.state_dict())
-            model = swapped.to(device)
+        if step == swap:
+            other.load_state_dict(model.state_dict())
+            model = other.to(device)
             optimizer = adamw(model, lr=lr, weight_decay=0.05)
-        update(model, optimizer, x, y, rate=learning_rate(step, steps=steps, peak=lr, warmup=warmup), clip=1.0, bf16=bf16)
+        rate = learning_rate(step, steps=steps, peak=lr, warmup=warmup)
+        update(model, optimizer, x, y, rate=rate, clip=1.0, bf16=bf16)
     return model
 
 
 @experiment(gpu=GPU | {"lr": 1e-3})
 def training_tips(
-    seed, *, device="cpu", tips=tuple(TIPS), mixer="linear", width=64, heads=2, depth=2, steps=100, batch=8, length=128, lr=4e-3,
-    bf16=False,
+    seed, *, device="cpu", tips=tuple(TIPS), mixer="linear", width=64, heads=2, depth=2, steps=100, batch=8, length=128,
+    lr=4e-3, bf16=False,
 ):  # fmt: skip
     """Longer warm-up, larger rates, LayerScale, the norm, width, softmax first, initial values: one change at a time.
 
@@ -67,28 +81,21 @@ def training_tips(
         steps, batch, length, lr, bf16: of the training.
 
     Returns:
-        rows with tip, mixer, validation, gain: how much lower than the baseline of this seed, and parameters.
+        rows with tip, mixer, validation, parameters, and gain: how much lower than the baseline of this seed.
     """
     options = {"linear": {"rope_base": 10_000.0}}
-    base = reference(width, heads, depth, mixers=(mixer,) * depth, options=options)
-    rows = []
-    for tip in tips:
-        change = TIPS[tip]
-        config = dataclasses.replace(base, norm=change.get("norm", "rms"), layer_scale=change.get("layer_scale"))
-        if "wide" in change:
-            sizes = {"head_dim": change["wide"] * width // heads}
-            sizes = {"key_dim": sizes["head_dim"], "value_dim": sizes["head_dim"]} if mixer == "linear" else sizes
-            config = dataclasses.replace(config, options={mixer: options.get(mixer, {}) | sizes})
-        start = dataclasses.replace(config, mixers=("softmax",) * depth) if "softmax" in change else config
+    base, rows = reference(width, heads, depth, mixers=(mixer,) * depth, options=options), []
+    for tip in ("baseline", *(tip for tip in tips if tip != "baseline")):
+        change, config = TIPS[tip], _changed(base, tip)
+        swap = round(steps * change["softmax"]) if "softmax" in change else None
         model = _train(
-            _model(seed, start, change.get("spread")), LanguageModel(config), round(steps * change["softmax"]) if "softmax" in change else None,
-            seed=seed, device=device, steps=steps, batch=batch, length=length, lr=lr * change.get("lr", 1.0),
-            warmup=max(round(steps * change.get("warmup", 0.1)), 1), bf16=bf16,
+            *_models(seed, config, tip), swap, seed=seed, device=device, steps=steps, batch=batch, length=length,
+            lr=lr * change.get("lr", 1.0), warmup=max(round(steps * change.get("warmup", 0.1)), 1), bf16=bf16,
         )  # fmt: skip
         loss = evaluate(model.eval(), length=length, count=48)
-        rows.append({"tip": tip, "mixer": mixer, "validation": loss, "parameters": parameters(config)})
-    best = {row["tip"]: row["validation"] for row in rows}
-    return [row | {"gain": best.get("baseline", float("nan")) - row["validation"]} for row in rows]
+        gain = rows[0]["validation"] - loss if rows else 0.0
+        rows.append({"tip": tip, "mixer": mixer, "validation": loss, "parameters": parameters(config), "gain": gain})
+    return rows
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -172,7 +179,10 @@ def half_precision(seed, *, device="cpu", lengths=(256, 1024, 4096, 16384), d=64
             p = (p - p.amax(-1, keepdim=True)).exp()
             p = (p / running_sum(p[..., None].transpose(1, 2)[:, :, 0])[:, None]).to(torch.float16)
             rows.append({"attention": "softmax", "inside": name, "T": T, **_error(p @ v, exact)})
-            S, z = running_sum(elu1(k).to(dtype)[..., :, None] * v.to(dtype)[..., None, :]), running_sum(elu1(k).to(dtype))
+            S, z = (
+                running_sum(elu1(k).to(dtype)[..., :, None] * v.to(dtype)[..., None, :]),
+                running_sum(elu1(k).to(dtype)),
+            )
             o = (elu1(q).to(dtype) @ S) / (elu1(q).to(dtype) @ z[..., None])
             rows.append({"attention": "linear", "inside": name, "T": T, **_error(o, exact_linear)})
     return rows

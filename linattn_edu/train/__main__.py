@@ -30,11 +30,26 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     default = models.ByteLMConfig()
     first, *rest = __doc__.split("\n\n")
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m linattn_edu.train", description=first, epilog="\n\n".join(rest), formatter_class=style)
+    parser = argparse.ArgumentParser(
+        "python -m linattn_edu.train", description=first, epilog="\n\n".join(rest), formatter_class=style
+    )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("byte_lm"), help="weights, record, log and plot are OUT.npz.xz or OUT.safetensors, OUT.json, OUT.csv, OUT.png")
-    add("--mixers", default=",".join(default.mixers), help=f"a mixer a layer, separated by commas: {', '.join(models.MIXERS)}")
-    add("--rope", default=",".join(default.rope), help="mixers among softmax and linear whose q and k are rotated by position")
+    add(
+        "--out",
+        type=Path,
+        default=Path("byte_lm"),
+        help="weights, record, log and plot are OUT.npz.xz or OUT.safetensors, OUT.json, OUT.csv, OUT.png",
+    )
+    add(
+        "--mixers",
+        default=",".join(default.mixers),
+        help=f"a mixer a layer, separated by commas: {', '.join(models.MIXERS)}",
+    )
+    add(
+        "--rope",
+        default=",".join(default.rope),
+        help="mixers among softmax and linear whose q and k are rotated by position",
+    )
     add("--width", type=int, default=default.width)
     add("--heads", type=int, default=default.heads)
     add("--hidden", type=int, default=default.hidden, help="width of the SwiGLU layers")
@@ -120,7 +135,9 @@ def main(argv: list[str] | None = None) -> dict | None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with parallel.processes(args.device) as device:
         model = build(args).to(device)
-        settings = {name: getattr(args, name) for name in (*RECIPE, "validate_every", "checkpoint", "checkpoint_every", "bf16")}
+        settings = {
+            name: getattr(args, name) for name in (*RECIPE, "validate_every", "checkpoint", "checkpoint_every", "bf16")
+        }
         history = train(model, **settings, timed=True)
         rank, size = parallel.place()
     return conclude(args, model, history, size) if rank == 0 else None
