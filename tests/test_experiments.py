@@ -232,6 +232,14 @@ def test_parity_needs_negative_eigenvalues():
     assert 0.4 < min(right["(0, 1)", 32], right["(0, 1)", 128]) and max(right["(0, 1)", 32], right["(0, 1)", 128]) < 0.6
 
 
+def test_recorded_parity_is_solved_with_negative_eigenvalues_alone():
+    for (_, beta, T), (least, _, greatest) in recorded("parity", "accuracy", ["operator", "beta", "T"]).items():
+        if beta == "(0, 2)" and T <= 128:
+            assert least > 0.95
+        if beta != "(0, 2)":
+            assert 0.47 < least and greatest < 0.53
+
+
 # Recall.
 
 

@@ -127,8 +127,9 @@ def parity(
 ):  # fmt: skip
     """The parity of all bits so far, learnt on 32 bits and asked up to 256; accuracy over the later half.
 
-    Result: the delta rule with beta in (0, 2) solves it within seconds and holds on longer words. With beta in (0, 1),
-    gated or not, accuracy stays at chance, 1/2, and so does softmax's.
+    Result: with beta in (0, 2) the delta rule, gated or not, solves it in less than 280 steps, and is right up to 128
+    bits; at 256 some seeds fall to 0.73. With beta in (0, 1), gated or not, accuracy stays at chance, 1/2, and so does
+    softmax's.
 
     Args:
         seed: draws weights and words.
