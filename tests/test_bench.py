@@ -91,6 +91,16 @@ def test_every_rival_is_a_function_of_ours_by_name():
     torch.testing.assert_close(o, rows.MODULES["softmax"].recurrent(q, k, v)[0])
 
 
+def test_a_call_for_its_compilation_alone_is_made_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(rows, "form_of", lambda op, form: lambda **a: calls.append(form) or (a["v"] * a["q"] * a["k"], None))
+    s = bench.sizes_of("1x8x1x4")
+    [row] = bench.measured_at(s, "linear", ["fused"], ["forward"], torch.float32, torch.device("cpu"), None, "")
+    assert calls == ["fused"] and not row["wall_ms"] and not row["note"]
+    [row] = bench.measured_at(s, "kda", ["step"], ["decode"], torch.float32, torch.device("cpu"), None, "")
+    assert not row["wall_ms"] and not row["note"]
+
+
 def test_kernels_are_compiled_before_anything_is_timed():
     """Here, where nothing compiles: the process starts, makes every call and ends."""
     words = ["--shapes", "1x8x1x4", "--ops", "linear", "--forms", "fused", "step", "--passes", "forward", "decode"]

@@ -51,7 +51,7 @@ def warm_up(op, form, shapes, passes, dtype, device):
     os.environ["FLA_CACHE_RESULTS"] = "0"  # it shall choose its configurations later, on a device that is not shared
     guard = rivals.lift_guard()
     for s in shapes:
-        list(measured_at(s, op, [form], passes, dtype, torch.device(device), 0.0, guard))
+        list(measured_at(s, op, [form], passes, dtype, torch.device(device), None, guard))
 
 
 def measured_at(s, op, forms, passes, dtype, device, budget, guard):
@@ -64,9 +64,13 @@ def measured_at(s, op, forms, passes, dtype, device, budget, guard):
 
 
 def compile_side_by_side(jobs, ops, forms, shapes, passes, dtype, device):
-    tasks = [(op, form) for op in ops for form in forms if form in ("fused", "step", "FLA")]
+    """Compile in `jobs` processes what will be timed: for each K and V at the smallest shape, since kernels know no B and T."""
+    smallest = {(s["K"], s["V"]): s for s in sorted(shapes, key=lambda s: -s["B"] * s["T"])}
+    wanted = {"FLA"} | {"step" if name == "decode" else "fused" for name in passes}
+    compiled = [form for form in forms if form in wanted]
+    tasks = [(op, form, [s]) for s in smallest.values() for form in reversed(compiled) for op in ops]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(warm_up, *task, shapes, passes, dtype, device) for task in tasks]
+        waiting = [pool.submit(warm_up, *task, passes, dtype, device) for task in tasks]
         for task in tqdm(waiting, desc="compiling"):
             task.result()
 
