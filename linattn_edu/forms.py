@@ -146,6 +146,18 @@ def full_precision(x):
     return contextlib.nullcontext()
 
 
+def kind_of(*values):
+    """All that checks of these arguments look at, as a key: shape, dtype and device of a tensor; None if it is no key."""
+    if torch.compiler.is_compiling():
+        return None
+    kind = tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in values)
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
 def overwrite(state, new):
     """Copy a new state into the memory of the old one, if all of it has the right dtype."""
     several = isinstance(new, tuple)
@@ -169,6 +181,7 @@ class Operator:
     def __init__(self, update, intra, inter, *, source, gates=None, space=Plain):
         self.update, self.intra, self.inter = update, intra, inter
         self.gates, self.space, self.source = gates or {}, space, source
+        self.plans = {}
 
     def recurrent(self, q, k, v, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, **named):
         method = partial(by_token, self.update)
@@ -220,23 +233,40 @@ class Operator:
         )  # fmt: skip
 
     def step(self, q_t, k_t, v_t, state, *, scale=None, inplace=False, backend=None, **named):
-        wanted = kernels.wanted(backend, q_t)
-        space, sizes, gates = self.check(q_t, k_t, v_t, named, T="")
-        validate.flag("inplace", inplace)
-        if state is None:
-            raise TypeError("`state`: got nothing (None), expected the state that a form returned, or zeros")
-        sizes.bind("N", sizes["B"], "`q_t`")
-        scale = space.scale(scale, sizes["K"])
-        if wanted:
-            states = space.checked(state, sizes, ("q_t", q_t), "state")
-            if kernels.serve_step(backend, states[0].shape[-2:], [q_t, k_t, v_t, *gates, *states]):
-                return self._step_by_kernel(space, q_t, k_t, v_t, gates, state, states, scale, inplace)
+        states = state if isinstance(state, tuple) else (state,)
+        asked = q_t, k_t, v_t, state, named, scale, inplace, backend
+        kind = kind_of(q_t, k_t, v_t, *states, *named.values(), scale, inplace, backend)
+        plan = self.plans.get(kind) or self._plan(kind, *asked)
+        space, scale, sizes, served = plan
+        gates = [x if x.dim() >= v_t.dim() - 1 else x.expand(v_t.shape[:-1]) for x in map(named.get, self.gates)]
+        if served and kernels.may_step(backend, (q_t, k_t, v_t, *gates, *states)):
+            return self._step_by_kernel(space, q_t, k_t, v_t, gates, state, states, scale, inplace)
         S = space.state_in(state, sizes, ("q_t", q_t), name="state")
         enter = partial(self._enter, space, scale, sizes["HV"])
         with full_precision(q_t):
             o, S = self.update(*enter(*(x.to(S.dtype) for x in (q_t, k_t, v_t, *gates))), S)
             o, S = space.leave(o).to(v_t.dtype), space.state_out(S)
         return o, overwrite(state, S) if inplace else S
+
+    def _plan(self, kind, q, k, v, state, named, scale, inplace, backend):
+        """Check the arguments of `step`: options, scale, sizes, and whether the kernel serves such tensors.
+
+        A token is little work and its arguments are alike from token to token, so the answer is kept by their `kind`.
+        """
+        wanted = kernels.wanted(backend, q)
+        space, sizes, _ = self.check(q, k, v, named, T="")
+        validate.flag("inplace", inplace)
+        if state is None:
+            raise TypeError("`state`: got nothing (None), expected the state that a form returned, or zeros")
+        sizes.bind("N", sizes["B"], "`q_t`")
+        scale = space.scale(scale, sizes["K"])
+        states = space.checked(state, sizes, ("q_t", q), "state")
+        plan = space, scale, sizes, wanted and kernels.serve(backend, q, *states[0].shape[-2:])
+        if kind is not None:
+            if len(self.plans) > 1000:
+                self.plans.clear()
+            self.plans[kind] = plan
+        return plan
 
     def _step_by_kernel(self, space, q, k, v, gates, state, states, scale, inplace):
         q, k, feature_map = space.kernel_features(q, k)

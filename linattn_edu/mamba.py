@@ -267,7 +267,7 @@ def step(u_t, delta_t, A, B_t, C_t, state, *, D=None, discretization="euler", in
         raise TypeError("`state`: got nothing (None), expected the state that a form returned, or zeros")
     h = _state_in("state", state, sizes, ("u_t", u_t))
     given = [x for x in (u_t, delta_t, A, B_t, C_t, D, state) if x is not None]
-    if kernels.wanted(backend, u_t) and kernels.serve_step(backend, [sizes["N"]], given):
+    if kernels.wanted(backend, u_t) and kernels.serve(backend, u_t, sizes["N"]) and kernels.may_step(backend, given):
         y, new = kernels.selective_step(u_t, delta_t, A, B_t, C_t, D, state, discretization == "zoh", inplace)
         return y, overwrite(state, new) if inplace and new is not state else new
     with full_precision(u_t):

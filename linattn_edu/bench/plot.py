@@ -1,10 +1,14 @@
 """The table of `python -m linattn_edu.bench` as a figure: a point a form, filled for the device, hollow for wall time."""
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 
 from linattn_edu.viz import COLORS, use_style
 
-ROLES = {"fused": "queries", "step": "queries", "FLA": "keys", "SDPA": "values", "chunkwise": "state", "parallel": "error"}
+ROLES = {
+    "fused": "queries", "step": "queries", "FLA": "keys", "SDPA": "values", "chunkwise": "state", "parallel": "error",
+    "copy": "output",
+}  # fmt: skip
 
 
 def plot(rows, about, path):
@@ -19,6 +23,9 @@ def plot(rows, about, path):
             if row["pass"] == name and row["wall_ms"]:
                 draw(ax, row, cells.index(cell(row)))
         ax.set(xscale="log", xlabel="ms", title=name)
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        ax.xaxis.set_minor_locator(NullLocator())
         ax.grid(axis="x")
     axes[0][0].set_yticks(range(len(cells)), [f"{op} {size}" for op, size in cells])
     axes[0][0].set_ylim(len(cells) - 0.5, -0.5)

@@ -98,13 +98,13 @@ def chunk(q, k, v, gates, initial_state, cu_seqlens, scale, chunk_size, final, f
     return op.chunk(q, k, v, g, beta, initial_state, cu_seqlens, float(scale), chunk_size, final, out_dtype)
 
 
-def serve_step(backend, sizes, tensors):
-    """`serve` for one token: the kernel keeps no graph, so that a call whose gradient is wanted stays in PyTorch."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        if backend == "triton":
-            raise ValueError("`backend`: got 'triton', but a gradient is wanted: step under torch.no_grad(), or train with `fused`")
-        return False
-    return serve(backend, tensors[0], *sizes)
+def may_step(backend, tensors):
+    """Whether no gradient is wanted: the step kernels keep no graph, so that such a call stays in PyTorch."""
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return True
+    if backend == "triton":
+        raise ValueError("`backend`: got 'triton', but a gradient is wanted: step under torch.no_grad(), or train with `fused`")
+    return False
 
 
 def decode(q, k, v, gates, states, scale, eps, feature_map, inplace):
