@@ -120,6 +120,8 @@ def test_rebalancing_evens_the_load():
         router.rebalance(router(x)[1], rate=3e-3)
     assert load().max() < 1.2 * load().float().mean() and load().min() > 0.8 * load().float().mean()
     assert torch.equal(router.weight, before)
+    with pytest.raises(ValueError, match="`scoring`: got 'softmax', expected 'sigmoid'"):
+        Router(D, E, 2).rebalance(torch.tensor([[0, 1]]))
 
 
 def test_a_group_bounds_the_choice():

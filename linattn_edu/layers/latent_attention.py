@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from linattn_edu import validate
-from linattn_edu.layers.attention import AttentionLayer, attend, remember
+from linattn_edu.layers.attention import AttentionLayer, attend
+from linattn_edu.layers.growing import remember
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.rope import rope
 

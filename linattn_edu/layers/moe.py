@@ -90,8 +90,13 @@ class Router(nn.Module):
     def rebalance(self, chosen, *, rate=1e-3):
         """b_e += rate * sign(mean load - load of e), the load being how often `chosen` names the expert.
 
+        Raises:
+            ValueError: a router with softmax scores, which has no b.
+
         Source: Wang et al. 2024 (2408.15664).
         """
+        if self.correction_bias is None:
+            raise ValueError("`scoring`: got 'softmax', expected 'sigmoid' for a router with a correction")
         load = torch.bincount(chosen.flatten(), minlength=len(self.weight)).to(self.correction_bias.dtype)
         self.correction_bias += rate * (load.mean() - load).sign()
 
