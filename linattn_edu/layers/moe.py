@@ -88,7 +88,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, chosen, *, rate=1e-3):
-        """b_e += rate * sign(mean load - load of e), the load being how often `chosen` names the expert.
+        """b_e += rate * sign(mean load - load of e), the load being how often the expert was chosen.
+
+        Args:
+            chosen: numbers of experts, of any shape, as `forward` returned them for a batch.
+            rate: the step.
 
         Raises:
             ValueError: a router with softmax scores, which has no b.
@@ -119,10 +123,7 @@ class MixtureOfExperts(nn.Module):
     No token is dropped: an expert takes all that choose it. Source: Dai et al. 2024, DeepSeekMoE (2401.06066).
     """
 
-    def __init__(
-        self, width, hidden, experts, top_k, *, shared=0, shared_gate=False,
-        **routing,
-    ):  # fmt: skip
+    def __init__(self, width, hidden, experts, top_k, *, shared=0, shared_gate=False, **routing):
         super().__init__()
         self.router = Router(width, experts, top_k, **routing)
         self.up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
