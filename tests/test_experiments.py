@@ -339,6 +339,18 @@ def test_recorded_softmax_fails_beyond_its_training_length_and_states_do_not():
     assert loss["softmax, no positions", near][0] > loss["softmax", near][2] + 0.2
 
 
+def test_recorded_yarn_helps_both_models_and_the_gated_one_loses_more():
+    rows, _ = experiments.recorded("yarn")
+    loss = {(row["seed"], row["model"], row["factor"], row["yarn"]): row["loss"] for row in rows}
+    for seed in (0, 1, 2):
+        lost = {}
+        for model in ("softmax", "gated attention"):
+            assert loss[seed, model, 8, 1] < loss[seed, model, 8, 0] - 0.05
+            lost[model] = loss[seed, model, 8, 1] - loss[seed, model, 1, 1]
+        assert lost["gated attention"] > lost["softmax"] > 0.1
+        assert loss[seed, "gated attention", 1, 0] < loss[seed, "softmax", 1, 0]
+
+
 # Images.
 
 

@@ -137,7 +137,7 @@ def equal_state(
 
 @experiment(gpu=GPU)
 def short_convolution(
-    seed, *, device="cpu", mixers=("linear", "retention", "deltanet", "gated_deltanet", "kda"), width=64, heads=2,
+    seed, *, device="cpu", mixers=("linear", "deltanet", "gated_deltanet"), width=64, heads=2,
     depth=2, steps=100, batch=8, length=128, lr=4e-3, bf16=False,
 ):  # fmt: skip
     """Each mixer with and without the short convolution on q, k and v; linear attention without positions.
