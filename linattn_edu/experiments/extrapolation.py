@@ -125,7 +125,7 @@ def yarn(
 
     Result: not in models this small. YaRN lowers the loss at 8 times the length in both, and the gate lowers it within
     the length; but from there on the gated model loses more than the plain one, with YaRN as without, in every seed.
-    What the claim rests on is models of 15B parameters that were trained further with YaRN (Qiu et al. 2025).
+    The claim comes from models far larger and trained far longer (Qiu et al. 2025, 2505.06708).
 
     Args:
         seed: draws weights and windows.
