@@ -19,7 +19,7 @@ class KimiLinearConfig:
 
     Attributes:
         vocabulary, width: number of ids, D.
-        mixers: "kda" or "latent_attention" for each layer; layers 4, 8, ..., 24 and the last, 27, attend.
+        mixers: "kda" or "latent_attention" for each layer; 27 layers, of which 4, 8, ..., 24 and 27 attend, if None.
         mlps: "moe" or "dense" for each layer; "dense" in the first and "moe" in the others if None.
         linear_heads, linear_head_dim, conv_size: H, K = V and W of KDA.
         heads, latent, nope_dim, rope_dim, v_dim, q_latent: those of `LatentAttention`.
@@ -33,7 +33,7 @@ class KimiLinearConfig:
 
     vocabulary: int = 163_840
     width: int = 2304
-    mixers: tuple[str, ...] = 6 * (3 * ("kda",) + ("latent_attention",)) + ("kda", "kda", "latent_attention")
+    mixers: tuple[str, ...] | None = None
     mlps: tuple[str, ...] | None = None
     linear_heads: int = 32
     linear_head_dim: int = 128
@@ -58,8 +58,9 @@ class KimiLinearConfig:
     tied: bool = False
 
     def __post_init__(self):
+        released = 6 * (3 * ["kda"] + ["latent_attention"]) + ["kda", "kda", "latent_attention"]
+        object.__setattr__(self, "mixers", tuple(released if self.mixers is None else self.mixers))  # JSON gives lists
         mlps = ("dense",) + ("moe",) * (len(self.mixers) - 1) if self.mlps is None else tuple(self.mlps)
-        object.__setattr__(self, "mixers", tuple(self.mixers))  # JSON gives lists
         object.__setattr__(self, "mlps", mlps)
         check_names("mixers", self.mixers, ("kda", "latent_attention"))
         check_names("mlps", mlps, ("moe", "dense"))

@@ -20,7 +20,7 @@ class Qwen3NextConfig:
 
     Attributes:
         vocabulary, width: number of ids, D.
-        mixers: "gated_deltanet" or "gated_attention" for each layer.
+        mixers: "gated_deltanet" or "gated_attention" for each layer; 48 layers, of which every fourth attends, if None.
         mlps: "moe" or "dense" for each layer; "moe" in all if None.
         key_heads, value_heads, key_dim, value_dim, conv_size: H, HV, K, V and W of Gated DeltaNet.
         heads, kv_heads, head_dim: HQ, H and K of gated attention.
@@ -34,7 +34,7 @@ class Qwen3NextConfig:
 
     vocabulary: int = 151_936
     width: int = 2048
-    mixers: tuple[str, ...] = 12 * (3 * ("gated_deltanet",) + ("gated_attention",))
+    mixers: tuple[str, ...] | None = None
     mlps: tuple[str, ...] | None = None
     key_heads: int = 16
     value_heads: int = 32
@@ -57,8 +57,9 @@ class Qwen3NextConfig:
     tied: bool = False
 
     def __post_init__(self):
+        mixers = 12 * (3 * ["gated_deltanet"] + ["gated_attention"]) if self.mixers is None else self.mixers
+        object.__setattr__(self, "mixers", tuple(mixers))  # JSON gives lists
         mlps = ("moe",) * len(self.mixers) if self.mlps is None else tuple(self.mlps)
-        object.__setattr__(self, "mixers", tuple(self.mixers))  # JSON gives lists
         object.__setattr__(self, "mlps", mlps)
         check_names("mixers", self.mixers, ("gated_deltanet", "gated_attention"))
         check_names("mlps", mlps, ("moe", "dense"))
