@@ -5,7 +5,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Room:
-    """Memory with space behind the tokens that it holds: `buffer` [B, capacity, ...], of which `used` tokens are taken."""
+    """Memory with space behind its tokens: `buffer` [B, capacity, ...], of which `used` tokens are taken."""
 
     def __init__(self, buffer, used):
         self.buffer, self.used = buffer, used
