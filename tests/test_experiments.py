@@ -351,6 +351,16 @@ def test_recorded_yarn_helps_both_models_and_the_gated_one_loses_more():
         assert loss[seed, "gated attention", 1, 0] < loss[seed, "softmax", 1, 0]
 
 
+def test_recorded_attention_rests_on_the_first_token_and_a_gate_a_head_closes():
+    rows, about = experiments.recorded("sink")
+    uniform = sum(1 / (t + 1) for t in range(1, int(about["length"]))) / (int(about["length"]) - 1)
+    at = {(row["seed"], row["model"], row["at"]): row for row in rows}
+    for seed in (0, 1, 2):
+        for model in extrapolation.GATED:
+            assert at[seed, model, "others"]["first"] > max(uniform, 1.5 * at[seed, model, "triggers"]["first"])
+        assert at[seed, "gate a head", "others"]["gate"] <= 0.51 * at[seed, "gate a head", "triggers"]["gate"]
+
+
 # Images.
 
 

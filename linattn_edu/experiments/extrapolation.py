@@ -167,13 +167,25 @@ def backcopy_batch(draw, batch, length):
     return torch.stack(ids, 1)
 
 
+GATED = {
+    "softmax": ("softmax", {}),
+    "gate a channel": ("gated_attention", {}),
+    "gate a head": ("gated_attention", {"gated_attention": {"headwise": True}}),
+}
+
+
 @experiment(gpu={"steps": 3000, "batch": 128})
-def sink(seed, *, device="cpu", width=64, steps=400, batch=32, length=64, lr=3e-3):
+def sink(seed, *, device="cpu", models=tuple(GATED), width=64, steps=400, batch=32, length=64, lr=3e-3):
     """Attention to the first token where there is nothing to look for, with and without an output gate.
+
+    Result: every model attends to the first token where it has nothing to copy, and hardly at triggers. A gate a head
+    closes there, to half of what it is at triggers or less. But in so short a training no gate takes the attention
+    off the first token reliably: with a gate the share falls in one seed and in others it grows.
 
     Args:
         seed: draws weights and sequences.
         device: where it runs.
+        models: keys of `GATED`.
         width: D, one layer with one head.
         steps, batch, length, lr: of the training.
 
@@ -182,30 +194,34 @@ def sink(seed, *, device="cpu", width=64, steps=400, batch=32, length=64, lr=3e-
         gate (1 without one), and loss.
     """
     rows = []
-    for name in ("softmax", "gated_attention"):
-        torch.manual_seed(seed)
-        draw = torch.Generator().manual_seed(seed)
-        config = equalized(
-            reference(width, 1, 1, mixers=(name,), vocabulary=WORDS + 1),
-            parameters(reference(width, 1, 1, vocabulary=WORDS + 1)),
-        )
-        model = LanguageModel(config).to(device)
-        optimizer = adamw(model, lr=lr, weight_decay=0.0)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps=steps, peak=lr, warmup=max(steps // 10, 1))
-            ids = backcopy_batch(draw, batch, length).to(device)
-            loss = F.cross_entropy(model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    for name in models:
+        model, loss = _train_on_chains(seed, name, width, device, steps, batch, length, lr)
         ids = backcopy_batch(torch.Generator().manual_seed(10**6 + seed), 64, length)[:, :-1].to(device)
         first, gate = attention_to_the_first(model, ids)
         at = ids[:, 1:] > WORDS - TRIGGERS
         for where, chosen in (("triggers", at), ("others", ~at)):
             means = {"first": first[:, 1:][chosen].mean().item(), "gate": gate[:, 1:][chosen].mean().item()}
-            rows.append({"model": name, "at": where, **means, "loss": loss.item()})
+            rows.append({"model": name, "at": where, **means, "loss": loss})
     return rows
+
+
+def _train_on_chains(seed, name, width, device, steps, batch, length, lr):
+    torch.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
+    mixer, options = GATED[name]
+    base = reference(width, 1, 1, vocabulary=WORDS + 1)
+    config = reference(width, 1, 1, mixers=(mixer,), vocabulary=WORDS + 1, options=options)
+    model = LanguageModel(equalized(config, parameters(base))).to(device)
+    optimizer = adamw(model, lr=lr, weight_decay=0.0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=steps, peak=lr, warmup=max(steps // 10, 1))
+        ids = backcopy_batch(draw, batch, length).to(device)
+        loss = F.cross_entropy(model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model, loss.item()
 
 
 @torch.no_grad()
