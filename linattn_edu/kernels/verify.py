@@ -230,7 +230,8 @@ def without_waiting(name):
             torch.autograd.grad(o, tensors(leaf), torch.ones_like(o))
         except RuntimeError as problem:
             note = f"{'packed: ' if packed else ''}{str(problem).splitlines()[0]}"
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     return line("no wait", name, dtype=torch.bfloat16, ok=not note, sizes=sizes, note=note)
 
 
@@ -250,7 +251,7 @@ def many_elements(name, T=MANY, H=16, K=128):
     draw = torch.Generator("cuda").manual_seed(0)
     axes = {"HV": H, "K": K}
     q, k, v, do = (torch.randn(1, T, H, K, generator=draw, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    a = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v}
+    a = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1, out=k), "v": v}
     for gate, letters in CASES[name].gates.items():
         x = torch.rand(1, T, *(axes[letter] for letter in letters.split()), generator=draw, device="cuda")
         a[gate] = -0.1 * x if gate == "g" else x
@@ -394,6 +395,7 @@ def write(path, rows):
 
 
 def main(path, seconds=280):
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes here are enough
     deadline = time.time() + float(seconds)
     workers = os.cpu_count()
     rows = run(((first_call, name) for name in VARIANTS), len(VARIANTS), deadline)  # no others compile meanwhile
