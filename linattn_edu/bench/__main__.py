@@ -125,11 +125,13 @@ def main(arguments=None):
     packages = {"triton": doctor.version_of("triton"), "fla": rivals.fla_version()}
     about = provenance(a.device, dtype=str(a.dtype).removeprefix("torch."), **{name: x for name, x in packages.items() if x})
     print("\n".join(f"{key}: {x}" for key, x in about.items()))
-    rows = list(table(a, guard))
+    rows = []
+    for row in table(a, guard):
+        rows.append(row)
+        if a.out:
+            write(a.out, rows, about)  # at once: a benchmark that is cut short keeps what it has
     print(f"{'op':15}{'form':16}{'pass':17}{'shape':28}{'wall ms':>10}{'device ms':>10}{'peak MiB':>10} {'error':>9}")
     print("\n".join(map(line, rows)))
-    if a.out and rows:
-        write(a.out, rows, about)
     if a.plot and rows:
         from linattn_edu.bench.plot import plot
 
