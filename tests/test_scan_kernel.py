@@ -26,7 +26,7 @@ def test_the_scan_fits_every_device(root, tmp_path):
     """All of a tile stays in registers, on a T4 too."""
     program = (
         "import torch; from linattn_edu.kernels import compile_all\n"
-        "for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0)]:\n"
+        "for capability in [(7, 5), (8, 6), (9, 0)]:\n"
         "    records = compile_all(capability, [torch.float16], families=['scan'])\n"
         "    assert {r.name.split()[0] for r in records} == {'selective_scan', 'selective_scan_backward'} and len(records) == 6\n"
         "    for r in records:\n"

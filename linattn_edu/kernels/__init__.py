@@ -2,6 +2,7 @@
 
 A compile-time switch says which gate there is (none, scalar, channel), another whether the delta rule erases. Five
 kernels make a training step: `intra` and `inter` forward, `inter_backward`, `state_backward` and `intra_backward` back.
+`step` is one token of every variant, `scan` is Mamba's selective scan, forward and back.
 This module imports no Triton: the kernels are loaded at their first call, so that the package works without.
 """
 

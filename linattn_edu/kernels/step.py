@@ -86,9 +86,9 @@ def step(
 
 @functools.cache
 def tiles(K, V, normalize):
-    """KP, BV, the value channels of a program, and programs a head."""
+    """KP, BV, the value channels of a program, and programs a head; a loop over V keeps two tiles at once, so half ones."""
     KP = power_of_two(K)
-    BV = max(16, min(power_of_two(V), TILE // KP))
+    BV = max(16, min(power_of_two(V), TILE // KP // (1 + normalize)))
     blocks = -(-V // BV)
     return (KP, BV, BV * blocks, 1) if normalize else (KP, BV, BV, blocks)
 
