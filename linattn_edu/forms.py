@@ -215,17 +215,18 @@ class Operator:
     ):
         chunk_size = validate.count("chunk_size", chunk_size)
         if kernels.wanted(backend, q):
-            space, sizes, gates = self.check(q, k, v, named)
-            validate.flag("output_final_state", output_final_state)
+            kind = kind_of(q, k, v, *named.values(), scale, output_final_state)
+            space, factor, sizes = self.plans.get(kind) or self._plan_fused(kind, q, k, v, named, scale, output_final_state)
+            sizes = sizes.copy()
             N = sizes["B"] if cu_seqlens is None else validate.sequence_count(cu_seqlens, sizes, q.device)
             sizes.bind("N", N, "`q`" if cu_seqlens is None else "`cu_seqlens`")
             S = None if initial_state is None else space.state_in(initial_state, sizes, ("q", q))
             with full_precision(q):
                 xs = space.kernel_inputs(q, k, v)
                 if kernels.serve(backend, q, xs[1].shape[-1], xs[2].shape[-1]):
-                    scale, gates = space.scale(scale, sizes["K"]), dict(zip(self.gates, gates))
+                    gates = {name: g if g.dim() > 1 else g.expand(v.shape[:-1]) for name, g in named.items() if name in self.gates}
                     float_output = space.normalize
-                    o, S = kernels.chunk(*xs, gates, S, cu_seqlens, scale, chunk_size, output_final_state, float_output)
+                    o, S = kernels.chunk(*xs, gates, S, cu_seqlens, factor, chunk_size, output_final_state, float_output)
                     return space.leave(o).to(v.dtype), space.state_out(S) if output_final_state else None
         return self.chunkwise(
             q, k, v, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
@@ -248,6 +249,19 @@ class Operator:
             o, S = space.leave(o).to(v_t.dtype), space.state_out(S)
         return o, overwrite(state, S) if inplace else S
 
+    def _plan_fused(self, kind, q, k, v, named, scale, output_final_state):
+        """Check the arguments of `fused`: options, scale and sizes, kept by their `kind` for the next call."""
+        space, sizes, _ = self.check(q, k, v, named)
+        validate.flag("output_final_state", output_final_state)
+        return self._keep(kind, (space, space.scale(scale, sizes["K"]), sizes))
+
+    def _keep(self, kind, plan):
+        if kind is not None:
+            if len(self.plans) > 1000:
+                self.plans.clear()
+            self.plans[kind] = plan
+        return plan
+
     def _plan(self, kind, q, k, v, state, named, scale, inplace, backend):
         """Check the arguments of `step`: options, scale, sizes, and whether the kernel serves such tensors.
 
@@ -261,12 +275,7 @@ class Operator:
         sizes.bind("N", sizes["B"], "`q_t`")
         scale = space.scale(scale, sizes["K"])
         states = space.checked(state, sizes, ("q_t", q), "state")
-        plan = space, scale, sizes, wanted and kernels.serve(backend, q, *states[0].shape[-2:])
-        if kind is not None:
-            if len(self.plans) > 1000:
-                self.plans.clear()
-            self.plans[kind] = plan
-        return plan
+        return self._keep(kind, (space, scale, sizes, wanted and kernels.serve(backend, q, *states[0].shape[-2:])))
 
     def _step_by_kernel(self, space, q, k, v, gates, state, states, scale, inplace):
         q, k, feature_map = space.kernel_features(q, k)

@@ -24,6 +24,11 @@ class Sizes:
     def bind(self, letter, size, origin):
         self._bound[letter] = (size, origin)
 
+    def copy(self):
+        other = Sizes()
+        other._bound = self._bound.copy()
+        return other
+
     def fits(self, shape, letters):
         return len(shape) == len(letters) and all(
             self._bound.get(letter, (size,))[0] == size for letter, size in zip(letters, shape)

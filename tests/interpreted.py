@@ -8,7 +8,7 @@ import torch
 from operators import CASES, REGIMES_OF, inputs, leaves, tensors, tree_map, with_gradients
 
 from linattn_edu import decay
-from linattn_edu.kernels import mode
+from linattn_edu.kernels import additive, mode
 
 NAMES = list(CASES)
 
@@ -82,6 +82,29 @@ def test_reflections_and_like_keys(name):
     arguments = inputs(name, B=1, T=70, H=1, HV=1, beta_max=2.0)
     arguments["k"] = torch.nn.functional.normalize(arguments["k"][:, :1] + 0.3 * arguments["k"], dim=-1)
     assert_kernels_are_recurrent(name, arguments, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ["linear-plain", "decay", "gla"])
+def test_segments_change_no_result(name, monkeypatch):
+    arguments = inputs(name, B=1, T=90, H=1, HV=2, dtype=torch.float32)
+    found = []
+    for multiprocessors in (1, 64):
+        monkeypatch.setattr(additive, "multiprocessors", lambda _, n=multiprocessors: n)
+        additive.cached_plan.cache_clear()
+        found.append(outputs_and_gradients(CASES[name].module.fused, arguments, chunk_size=16))
+        g = arguments.get("g")
+        found[-1].append(additive.plan(arguments["q"], arguments["v"], g, None, 16, False).NS)
+    additive.cached_plan.cache_clear()
+    *one, NS_one = found[0]
+    *several, NS = found[1]
+    assert NS_one == 1 and NS == 3
+    for x, y in zip(one, several, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["linear-plain", "decay", "gla"])
+def test_a_scale_of_zero_leaves_the_gradients_of_the_state(name):
+    assert_kernels_are_recurrent(name, inputs(name, B=1, T=20, H=1, HV=1) | {"scale": 0.0}, chunk_size=16)
 
 
 def test_one_constant_gate_a_head():

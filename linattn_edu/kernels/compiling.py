@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from linattn_edu.kernels import config, launch, op, scan, step
+from linattn_edu.kernels import additive, config, launch, op, scan, step
 
 SHARED_LIMIT = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Shared memory that one block may ask for, in bytes (CUDA C++ programming guide, compute capabilities)."""
@@ -63,12 +63,12 @@ def compiling_for(capability):
 
     triton.runtime.driver.set_active(Driver(capability))
     JIT.run, config.capability_of = compile_only, lambda _: capability
-    launch.cached_plan.cache_clear()
+    additive.cached_plan.cache_clear(), launch.cached_plan.cache_clear()
     try:
         yield compiled
     finally:
         JIT.run, config.capability_of = run, device
-        launch.cached_plan.cache_clear()
+        additive.cached_plan.cache_clear(), launch.cached_plan.cache_clear()
         triton.runtime.driver._active = None
 
 
@@ -85,13 +85,13 @@ def resources(kernel):
     return int(found[1]), int(found[2])
 
 
-def call_chunk(gate, delta, dtype, K=64, V=64, T=128):
-    """One forward and backward pass of the kernels on CPU tensors."""
+def call_chunk(gate, delta, dtype, K=64, V=64, T=4096, H=1):
+    """One forward and backward pass of the kernels on CPU tensors, long enough to be cut into segments."""
     draw = dict(device="cpu", dtype=dtype)
-    q, k, v = torch.zeros(1, T, 2, K, **draw), torch.zeros(1, T, 2, K, **draw), torch.zeros(1, T, 2, V, **draw)
-    g = {"none": None, "scalar": torch.zeros(1, T, 2), "channel": torch.zeros(1, T, 2, K)}[gate]
-    beta = torch.zeros(1, T, 2) if delta else None
-    S = torch.zeros(1, 2, K, V)
+    q, k, v = torch.zeros(1, T, H, K, **draw), torch.zeros(1, T, H, K, **draw), torch.zeros(1, T, H, V, **draw)
+    g = {"none": None, "scalar": torch.zeros(1, T, H), "channel": torch.zeros(1, T, H, K)}[gate]
+    beta = torch.zeros(1, T, H) if delta else None
+    S = torch.zeros(1, H, K, V)
     o, last, *kept = op.chunk_forward(q, k, v, g, beta, S, None, 1.0, 64, True, True, dtype)
     op.chunk_backward(torch.zeros_like(o), torch.zeros_like(last), q, k, v, g, beta, S, None, kept, 1.0, 64)
 

@@ -74,3 +74,63 @@ def configuration(capability, dtype, K, V, gate, delta, chunk_size):
         state_backward=tiles(wide, wide, 4),
         intra_backward=tiles(wide, wide, 4),
     )
+
+
+class Additive(NamedTuple):
+    """Chunk, dtype and precision of products; widest tiles of features and outputs, warps and stages of a walk, programs
+    that a multiprocessor takes at once, tokens that are worth a segment; (BK, BV, warps, stages) of the other kernels.
+    """
+
+    C: int
+    dtype: torch.dtype
+    precision: str
+    most: int
+    most_out: int
+    warps: int
+    stages: int
+    programs: int
+    least: int
+    narrowest: int
+    gate_gradient: tuple
+    intra: tuple
+    intra_backward: tuple
+
+    def tile(self, X, Y):
+        BX, BY = (max(power_of_two(n), self.narrowest) for n in (X, Y))
+        return min(BX, self.most), min(BY, self.most_out), self.warps, self.stages
+
+
+@functools.cache
+def multiprocessors(device):
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def additive(device, dtype, K, V, gate, chunk_size):
+    return additive_configuration(capability_of(device), dtype, K, V, gate, chunk_size)
+
+
+@functools.cache
+def additive_configuration(capability, dtype, K, V, gate, chunk_size):
+    """As `configuration`, for the additive rules: the state of a program is `most` x `most_out` numbers in registers."""
+    low = dtype == torch.bfloat16
+    tensor_cores = capability >= (8, 0) or capability == INTERPRETED
+    hopper = capability[:1] >= (9,)
+    precision = "ieee" if not tensor_cores else "tf32" if dtype != torch.float32 else "tf32x3"
+    longest = 64 if (low and tensor_cores) or capability == INTERPRETED else 32 if tensor_cores else 16
+    C = max(16, min(longest, 1 << (chunk_size.bit_length() - 1)))
+    state = (32, 16) if not tensor_cores else (64, 32) if not low else (128, 64)
+    wide = min(state[0], 64)
+    # Triton 3.6 gives wrong results, or crashes, where a warp group of Hopper multiplies bfloat16 tiles narrower than 64
+    narrowest = 64 if low and hopper else 16
+
+    warps = 8 if low and not hopper else 4
+
+    def tiles(warps):
+        return min(max(power_of_two(K), narrowest), wide), min(max(power_of_two(V), narrowest), wide), warps, 1
+
+    return Additive(
+        C=C, dtype=torch.bfloat16 if low else torch.float32, precision=precision, most=state[0], most_out=state[1],
+        warps=warps, stages=2 if low and hopper else 1, programs=2,
+        least=16 if capability == INTERPRETED else 32 * C, narrowest=narrowest, gate_gradient=tiles(4), intra=tiles(4),
+        intra_backward=tiles(warps),
+    )  # fmt: skip
