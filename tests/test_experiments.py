@@ -481,3 +481,14 @@ def test_recorded_hybrid_has_100m_parameters_and_learns():
     assert 90e6 < int(about["parameters"]) < 110e6
     judged = [row["validation"] for row in rows if row["validation"] != ""]
     assert judged[-1] < 1.5 and rows[0]["loss"] > 5 and all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_recorded_tips_help_or_hurt_as_is_said():
+    gain = recorded("training_tips", "gain", "tip")
+    for tip in ("rate x 1.5", "rate x 2"):
+        assert gain[tip][0] > 0.02
+    for tip in ("warm-up 30 %", "softmax first"):
+        assert gain[tip][2] < -0.005
+    assert 0 < gain["LayerNorm"][0] and gain["LayerNorm"][2] < 0.003
+    for tip in ("LayerScale 0.1", "q, k, v twice as wide", "W_q, W_k from N(0, 0.02^2)"):
+        assert gain[tip][0] < 0 < gain[tip][2]

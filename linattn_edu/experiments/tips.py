@@ -72,6 +72,12 @@ def training_tips(
 ):  # fmt: skip
     """Longer warm-up, larger rates, LayerScale, the norm, width, softmax first, initial values: one change at a time.
 
+    Result, after 100 steps: a rate 1.5 or 2 times as large helps in every seed (by 0.02 to 0.04), which says that the
+    baseline's was low. A warm-up over 30 % of the steps and softmax attention in the first 30 % hurt in every seed (by
+    0.01 to 0.02). RMSNorm instead of LayerNorm makes a difference of at most 0.003, and not in its favour.
+    LayerScale, wider projections (a third more parameters) and smaller W_q and W_k help in some seeds and hurt in
+    others. Nothing here is about stability: no run diverged.
+
     Args:
         seed: draws weights and windows: the same windows for every tip.
         device: where it runs.
