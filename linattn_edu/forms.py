@@ -224,7 +224,8 @@ class Operator:
             with full_precision(q):
                 xs = space.kernel_inputs(q, k, v)
                 if kernels.serve(backend, q, xs[1].shape[-1], xs[2].shape[-1]):
-                    gates = {name: g if g.dim() > 1 else g.expand(v.shape[:-1]) for name, g in named.items() if name in self.gates}
+                    gates = {name: named[name] for name in self.gates}
+                    gates = {name: g if g.dim() > 1 else g.expand(v.shape[:-1]) for name, g in gates.items()}
                     float_output = space.normalize
                     o, S = kernels.chunk(*xs, gates, S, cu_seqlens, factor, chunk_size, output_final_state, float_output)
                     return space.leave(o).to(v.dtype), space.state_out(S) if output_final_state else None

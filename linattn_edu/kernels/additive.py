@@ -205,8 +205,9 @@ def walk_back(p, x, do, dlast, q, k, v, g, initial_state, cu_seqlens, scale, dq,
         go(p, table, do, v, k_, g_, o=dq_, states=states, **forth)
         go(p, table, v, do, q_, g_, o=dk_, states=states, kept=lasting, transposed=True, e=k, sums=written, **back)
         p.each_chunk(walk.gate_gradient, c.gate_gradient, V=p.V, BV=c.gate_gradient[1])(
-            q, k, v, do, g, read, written, lasting, dg, table, scale, *p.sizes, v.shape[0] * p.T, p.H, p.HV, blocks, splits
-        )
+            q, k, v, do, g, read, written, lasting, dg, table, scale, *p.sizes, v.shape[0] * p.T, p.H, p.HV,
+            blocks, splits,
+        )  # fmt: skip
     else:
         go(p, table, do, v, k_, g_, o=dq_, states=states, **forth)
         go(p, table, v, do, q_, g_, o=dk_, states=states, kept=lasting, transposed=True, **back)

@@ -245,6 +245,7 @@ def gate_gradient(
     unit_G = LOG2_E / (1 << DIGITS)
     X = scale * P * dP * decay_matrix(G, G, i[:, None] >= i[None, :], unit_G)
     reach = sum_where(i[:, None] <= i[None, :], X, DTYPE, PRECISION)
-    dg_c = tl.sum(tl.where(i[:, None] > i[None, :], reach, 0.0), 1) + tl.sum(lasting, 0) * tl.exp2(tl.min(G, 0).to(tl.float32) * unit_G)
+    dg_c = tl.sum(tl.where(i[:, None] > i[None, :], reach, 0.0), 1)
+    dg_c += tl.sum(lasting, 0) * tl.exp2(tl.min(G, 0).to(tl.float32) * unit_G)
     dg_c += tl.cumsum(starts, 0, reverse=True) + tl.cumsum(ends, 0) - ends
     tl.store(dg + row, dg_c, mask=real)
