@@ -1,8 +1,7 @@
 """Triton kernels behind `fused`: one family for every variant with q, k, v.
 
-A compile-time switch says which gate there is (none, scalar, channel), another whether the delta rule erases. Five
-kernels make a training step: `intra` and `inter` forward, `inter_backward`, `state_backward` and `intra_backward` back.
-`step` is one token of every variant, `scan` is Mamba's selective scan, forward and back.
+The additive rules have one kernel, `walk`, for the outputs and for every gradient (`additive` says over what it walks);
+the delta rule has kernels of its own (`delta`). A compile-time switch says which gate there is: none, scalar, channel.
 This module imports no Triton: the kernels are loaded at their first call, so that the package works without.
 """
 
