@@ -2,6 +2,7 @@
 
 The additive rules have one kernel, `walk`, for the outputs and for every gradient (`additive` says over what it walks);
 the delta rule has kernels of its own (`delta`). A compile-time switch says which gate there is: none, scalar, channel.
+`step` is one token of every variant, `scan` is Mamba's selective scan, forward and back.
 This module imports no Triton: the kernels are loaded at their first call, so that the package works without.
 """
 
