@@ -492,3 +492,17 @@ def test_recorded_tips_help_or_hurt_as_is_said():
     assert 0 < gain["LayerNorm"][0] and gain["LayerNorm"][2] < 0.003
     for tip in ("LayerScale 0.1", "q, k, v twice as wide", "W_q, W_k from N(0, 0.02^2)"):
         assert gain[tip][0] < 0 < gain[tip][2]
+
+
+def test_recorded_recall_of_the_latest_value_needs_erasing():
+    right = recorded("mqar_rebinding", "accuracy", "mixer")
+    assert right["deltanet"][0] > 0.95 and right["softmax"][0] > 0.95
+    for mixer in ("linear", "gla"):
+        assert right[mixer][2] < 0.35 < 0.7 < right["gated_deltanet"][0]
+
+
+def test_recorded_recall_is_learnt_faster_with_the_delta_rule():
+    right = recorded("mqar", "accuracy", "mixer")
+    assert right["softmax"][0] > 0.99
+    for high in ("deltanet", "gated_deltanet", "kda"):
+        assert always_above(right, high, "linear") and always_above(right, high, "mamba2") and right[high][0] > 0.95
