@@ -13,7 +13,8 @@ import sys
 
 import torch
 
-from linattn_edu import __version__
+from linattn_edu import __version__, kernels
+from linattn_edu.kernels import fitness
 
 ADVICE = {
     "missing": "pip install triton (Linux only); without it `fused` is `chunkwise`",
@@ -83,8 +84,8 @@ def summary() -> str:
 
 def report() -> str:
     """The full answer as plain text: system, devices, triton, and which forms run where."""
-    lines = [f"linattn_edu {__version__}", "", *_system(), "", *_devices(), "", *_triton(), "", *_forms(), "", *_extras()]
-    return "\n".join(lines)
+    parts = [_system(), _devices(), _triton(), *_kernels(), _forms(), _extras()]
+    return "\n".join([f"linattn_edu {__version__}", *("\n".join(["", *part]) for part in parts)])
 
 
 def _row(name: str, value: object, advice: str = "") -> str:
@@ -132,9 +133,47 @@ def _triton() -> list[str]:
     return ["Triton", _row("version", version_of("triton") or "none"), _row("mode", mode, ADVICE[mode])]
 
 
+def _kernels() -> list[list[str]]:
+    """For each device what the kernels ask of it and what it has; without one, what would be needed."""
+    if not torch.cuda.is_available():
+        rows = [_row("none", "(no CUDA device)", "they need an NVIDIA GPU of compute capability 7.5 or newer, and Triton (Linux)")]
+        return [["Kernels", *rows, _row("without a GPU", "kernels.compile_all((8, 0)) compiles them, TRITON_INTERPRET=1 runs them, slowly")]]
+    return [_kernels_of(torch.cuda.get_device_properties(i), i) for i in range(torch.cuda.device_count())]
+
+
+def _kernels_of(p, index: int) -> list[str]:
+    """The recorded needs of the kernels beside what a device has."""
+    about, rows = fitness.read()
+    capability, rows = fitness.rows_for((p.major, p.minor), rows)
+    title = f"Kernels on cuda:{index}"
+    if capability is None:
+        return [title, _row("none", "(compute capability 7.5 or newer)", "`fused` is `chunkwise` here")]
+    if triton_mode() == "missing":
+        return [title, _row("none", "(Triton is missing)", ADVICE["missing"])]
+    lines = [f"{title} (as compiled for {'.'.join(map(str, capability))} by Triton {about['triton']}, K = {about['K']}, V = {about['V']})"]
+    shared = getattr(p, "shared_memory_per_block_optin", None)
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        lines += [_fit(row, shared) for row in rows if row["dtype"] == dtype]
+    if (p.major, p.minor) < (8, 0):
+        lines.append(_row("bfloat16", "in PyTorch", "no tensor cores for it before 8.0: use float16 or float32"))
+    most = kernels.MOST_K if (p.major, p.minor) >= (8, 0) else kernels.MOST_K_BEFORE_AMPERE
+    return [*lines, _row("float64", "in PyTorch"), _row("sizes", f"K up to {most}, V up to {kernels.MOST_V - 1}", "beyond: PyTorch")]
+
+
+def _fit(row: dict, shared: int | None) -> str:
+    """One line: what a family of kernels asks for in a dtype, and whether it fits."""
+    purpose = {"chunk": "training", "step": "one token", "scan": "mamba"}[row["kernels"]]
+    need = f"{row['shared_bytes'] / 1024:.0f} KiB" + (f" of {shared / 1024:.0f}" if shared else "")
+    spills = f", {row['spilled_bytes']} bytes a thread spilled" if row["spilled_bytes"] > 256 else ""
+    fits = shared is None or row["shared_bytes"] <= shared
+    return _row(row["dtype"], f"{purpose}: {need} shared{spills}", "" if fits else "does not fit: backend='torch'")
+
+
 def _forms() -> list[str]:
-    everywhere = [_row(form, "yes") for form in ("recurrent", "parallel", "chunkwise", "step")]
-    return ["Forms", *everywhere, _row("fused", f"yes, by {FUSED[triton_mode()]}")]
+    everywhere = [_row(form, "yes") for form in ("recurrent", "parallel", "chunkwise")]
+    by = FUSED[triton_mode()]
+    step = "PyTorch" if by.startswith("plain") else f"{by}, by PyTorch where a gradient is wanted"
+    return ["Forms", *everywhere, _row("fused", f"yes, by {by}"), _row("step", f"yes, by {step}")]
 
 
 def _extras() -> list[str]:

@@ -237,3 +237,56 @@ def test_doctor_describes_a_gpu_that_lacks_bfloat16(monkeypatch):
     assert "Tesla T4" in report and "7.5" in report and "64 KiB" in report
     assert "float16" in report and "smaller tiles" in report
     assert "Tesla T4" in doctor.summary()
+
+
+class Device:
+    """What torch tells of a GPU."""
+
+    def __init__(self, name, major, minor, shared):
+        self.name, self.major, self.minor, self.total_memory = name, major, minor, 15 * 2**30
+        self.shared_memory_per_block_optin = shared
+
+
+TABLE = {
+    "about": {"triton": "3.7.1", "K": 128, "V": 128},
+    "rows": [
+        {"capability": c, "dtype": dtype, "kernels": family, "shared_bytes": shared, "registers": 255, "spilled_bytes": spilled}
+        for c, dtype, family, shared, spilled in (
+            ([7, 5], "float16", "chunk", 40 * 1024, 1000), ([7, 5], "float16", "step", 1024, 0),
+            ([8, 0], "bfloat16", "chunk", 120 * 1024, 0), ([10, 0], "bfloat16", "chunk", 200 * 1024, 0),
+        )
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "device, said",
+    [
+        (Device("T4", 7, 5, 65536), ["float16 training: 40 KiB of 64 shared, 1000 bytes a thread spilled", "one token: 1 KiB of 64 shared"]),
+        (Device("T4", 7, 5, 65536), ["as compiled for 7.5 by Triton 3.7.1", "bfloat16 in PyTorch", "K up to 128, V up to 512"]),
+        (Device("A100", 8, 0, 166912), ["bfloat16 training: 120 KiB of 163 shared", "float64 in PyTorch", "K up to 256, V up to 512"]),
+        (Device("small", 8, 7, 65536), ["as compiled for 8.0", "120 KiB of 64 shared -> does not fit: backend='torch'"]),
+        (Device("new", 12, 0, 101376), ["as compiled for 10.0", "200 KiB of 99 shared -> does not fit"]),
+        (Device("old", 6, 1, 49152), ["(compute capability 7.5 or newer) -> `fused` is `chunkwise` here"]),
+    ],
+)
+def test_doctor_says_what_the_kernels_ask_of_a_device(monkeypatch, device, said):
+    monkeypatch.setattr(doctor.fitness, "read", lambda: (TABLE["about"], TABLE["rows"]))
+    monkeypatch.setattr(doctor, "triton_mode", lambda: "gpu")
+    printed = " ".join("\n".join(doctor._kernels_of(device, 0)).split())
+    for words in said:
+        assert words in printed
+
+
+def test_doctor_without_a_gpu_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = doctor.report()
+    assert "NVIDIA GPU of compute capability 7.5 or newer" in report and "compile_all((8, 0))" in report
+    monkeypatch.setattr(doctor, "triton_mode", lambda: "missing")
+    printed = "\n".join(doctor._kernels_of(Device("A100", 8, 0, 166912), 0))
+    assert "pip install triton" in printed
+
+
+def test_doctor_is_quick():
+    code = "import torch, time; start = time.perf_counter(); from linattn_edu import doctor; doctor.report(); print(time.perf_counter() - start)"
+    assert min(float(fresh(code)) for _ in range(3)) < 1
