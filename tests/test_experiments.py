@@ -508,3 +508,12 @@ def test_recorded_recall_is_learnt_faster_with_the_delta_rule():
     assert right["softmax"][0] > 0.99
     for high in ("deltanet", "gated_deltanet", "kda"):
         assert always_above(right, high, "linear") and always_above(right, high, "mamba2") and right[high][0] > 0.95
+
+
+def test_recorded_gates_help_most_after_the_heads():
+    rows, _ = experiments.recorded("attention_gate")
+    loss = {(row["seed"], row["model"]): row["validation"] for row in rows}
+    for seed in (0, 1, 2):
+        assert loss[seed, "G1"] == min(x for (s, _), x in loss.items() if s == seed)
+        for gate in ("G1", "G2"):
+            assert loss[seed, gate] < loss[seed, "none"] - 0.02

@@ -171,6 +171,9 @@ def attention_gate(
 ):  # fmt: skip
     """Where a sigmoid gate in softmax attention helps: after the heads (G1), on v, k, q (G2 to G4), or after W_O (G5).
 
+    Result: a gate a channel helps after the heads, by 0.06 to 0.12, and on v, by 0.02 to 0.09, in every seed, and the
+    first more than any other gate. One gate a head, and gates on k, on q or after W_O help in some seeds only.
+
     Args:
         seed: draws weights and windows.
         device: where it runs.
