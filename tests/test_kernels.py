@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,31 @@ def test_without_a_gpu_fused_is_chunkwise_and_the_kernels_say_why(name):
         module.fused(**arguments, backend="triton")
     with pytest.raises(ValueError, match="`backend`: got 'cuda', expected None, 'triton' or 'torch'"):
         module.fused(**arguments, backend="cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "K", "V", "delta", "served"),
+    [
+        (torch.bfloat16, (9, 0), 36, 20, True, False),
+        (torch.bfloat16, (9, 0), 8, 128, True, False),
+        (torch.bfloat16, (9, 0), 64, 64, True, True),
+        (torch.bfloat16, (9, 0), 36, 20, False, True),
+        (torch.float16, (9, 0), 36, 20, True, True),
+        (torch.bfloat16, (8, 0), 36, 20, True, True),
+        (torch.bfloat16, (7, 5), 64, 64, False, False),
+        (torch.float16, (7, 5), 256, 64, False, False),
+        (torch.float32, (9, 0), 257, 64, False, False),
+    ],
+)
+def test_what_a_gpu_cannot_do_right_goes_to_pytorch(monkeypatch, dtype, capability, K, V, delta, served):
+    """The first lines are Triton's fault on Hopper, seen on an H200: narrow bfloat16 tiles give wrong values silently."""
+    monkeypatch.setattr(kernels, "mode", lambda: "gpu")
+    monkeypatch.setattr(kernels, "capability_of", lambda device: capability)
+    q = SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda:0", shape=(1, 64, 2, K))
+    assert kernels.serve(None, q, K, V, delta=delta) == served
+    if not served:
+        with pytest.raises(ValueError, match="`backend`: got 'triton', but"):
+            kernels.serve("triton", q, K, V, delta=delta)
 
 
 # A gate of each kind and both rules, in the dtype that the device is used with; `compile_all` alone makes all of them.
