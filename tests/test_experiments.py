@@ -517,3 +517,11 @@ def test_recorded_gates_help_most_after_the_heads():
         assert loss[seed, "G1"] == min(x for (s, _), x in loss.items() if s == seed)
         for gate in ("G1", "G2"):
             assert loss[seed, gate] < loss[seed, "none"] - 0.02
+
+
+def test_recorded_language_models_with_gate_and_convolution_learn_fastest():
+    loss = recorded("language", "validation", "model")
+    gated = ("mamba2", "gated_deltanet", "kda")
+    for other in set(loss) - set(gated):
+        assert all(always_above(loss, other, model) for model in gated)
+    assert always_above(loss, "gated_deltanet", "mamba2") and always_above(loss, "kda", "mamba2")

@@ -81,6 +81,11 @@ def language(
 ):  # fmt: skip
     """Mixers in language models of equal numbers of parameters, each layer as it was published.
 
+    Result, after 100 steps: Mamba-2 has the lowest loss in every seed (2.09 to 2.11; it has twice the heads and the
+    largest recurrent state), then Gated DeltaNet and KDA, level with each other (2.31 to 2.39), then all that lack a
+    gate that reads the tokens, or the short convolution, or both (2.44 to 2.56), softmax with RoPE among them; their
+    ranges overlap.
+
     Args:
         seed: draws weights and windows.
         device: where it runs.
