@@ -525,3 +525,10 @@ def test_recorded_language_models_with_gate_and_convolution_learn_fastest():
     for other in set(loss) - set(gated):
         assert all(always_above(loss, other, model) for model in gated)
     assert always_above(loss, "gated_deltanet", "mamba2") and always_above(loss, "kda", "mamba2")
+
+
+def test_recorded_digits_are_drawn_by_all_and_best_by_softmax():
+    right, loss = (recorded("flow", column, "attention") for column in ("accuracy", "loss"))
+    assert min(least for least, _, _ in right.values()) > 0.9
+    assert always_above(loss, "linear", "softmax") and right["softmax"][1] > right["linear"][1]
+    assert right["linear"][1] - right["mean"][1] < 0.01

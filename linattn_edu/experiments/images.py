@@ -186,7 +186,11 @@ def flow(
     """Digits drawn from noise by flow matching, with softmax or linear attention in every self- and cross-attention.
 
     A judge names each drawn digit: that of the nearest of the real training images. "mean" is the control, in which
-    self-attention weighs all patches alike.
+    self-attention weighs all patches alike, and cross-attention is linear.
+
+    Result: linear attention drops in at a small price: 0.92 to 0.93 of its digits are recognised, 0.93 to 0.94
+    of softmax's, whose loss is the lowest in every seed. But the control is level with linear attention, 0.91 to 0.93:
+    16 patches hardly need self-attention, and nothing about larger images follows.
 
     Args:
         seed: draws weights, noise and images.
