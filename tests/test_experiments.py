@@ -1,4 +1,4 @@
-"""The experiments teach what their docstrings say: one seed of a short setting each, and the recorded tables of three."""
+"""The experiments teach what their docstrings say: one seed of a short setting, and the recorded tables of three."""
 
 import inspect
 from pathlib import Path
@@ -142,7 +142,8 @@ def test_delta_has_the_smaller_error_and_the_additive_memory_the_better_accuracy
 def test_overwriting_leaves_the_delta_rule_with_the_second_value_alone():
     first, second = (table("overwriting", column, "memory") for column in ("first", "second"))
     for name, expected in {
-        "additive": (1, 1), "softmax": (0.5, 0.5), "delta": (0, 1), "delta, beta 0.5": (0.25, 0.5), "decay 0.9": (0.9**7, 1),
+        "additive": (1, 1), "softmax": (0.5, 0.5), "delta": (0, 1), "delta, beta 0.5": (0.25, 0.5),
+        "decay 0.9": (0.9**7, 1),
     }.items():  # fmt: skip
         assert (first[name], second[name]) == pytest.approx(expected, abs=0.05), name
     assert first["ELU+1"] == pytest.approx(second["ELU+1"], abs=0.03)

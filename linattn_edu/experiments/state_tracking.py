@@ -152,7 +152,8 @@ def parity(
 
 @experiment(gpu={"steps": 5000, "lengths": (32, 64, 128, 256, 512, 1024)})
 def swaps(
-    seed, *, device="cpu", cases=CASES[::2], width=64, heads=4, steps=400, batch=64, length=32, lr=5e-3, lengths=(32, 64, 128),
+    seed, *, device="cpu", cases=CASES[::2], width=64, heads=4, steps=400, batch=64, length=32, lr=5e-3,
+    lengths=(32, 64, 128),
 ):  # fmt: skip
     """Three items, and words of swaps: which item lies in the first place now? Asked after every swap.
 

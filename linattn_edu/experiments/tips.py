@@ -118,7 +118,7 @@ def _error(x, exact):
 def division_order(seed, *, device="cpu", T=1024, sizes=(48, 64), scales=(1.0, 8.0)):
     """O = Q (K^T V) / sqrt(d) with the division at the end, as advised, or on Q before: which is more exact?
 
-    K^T V is not causal here and Q, K are features ELU(x) + 1, as in the advice's code; the exact result is float64's.
+    K^T V is not causal here and Q, K are features ELU(x) + 1, as in the advice's code; float64 is the exact result.
 
     Result: the advice is the wrong way round. With d = 64 the division by 8 rounds nothing, and both orders agree to the
     bit where nothing overflows. With d = 48 the division at the end rounds once more: in half precision the error is a
@@ -157,10 +157,10 @@ def half_precision(seed, *, device="cpu", lengths=(256, 1024, 4096, 16384), d=64
     One query at the end of T keys, all in float16; softmax with its maximum subtracted, linear attention with ELU+1,
     its sums S and z taken token by token.
 
-    Result: the advice holds for softmax: with its sum in float16, which stands still once a term is below half a unit in
-    the last place, the error grows from 0.002 at 256 tokens to 0.8 at 16K; in float32 it stays at 0.0003. Linear attention
-    needs it more: from 1024 tokens on q^T z passes 65504, the largest float16, and the output is 0. With sums in float32
-    it is the more exact of the two.
+    Result: the advice holds for softmax: with its sum in float16, which stands still once a term is below half a unit
+    in the last place, the error grows from 0.002 at 256 tokens to 0.8 at 16K; in float32 it stays at 0.0003. Linear
+    attention needs it more: from 1024 tokens on q^T z passes 65504, the largest float16, and the output is 0. With
+    sums in float32 it is the more exact of the two.
 
     Args:
         seed: draws q, k, v.
