@@ -533,3 +533,11 @@ def test_recorded_digits_are_drawn_by_all_and_best_by_softmax():
     assert min(least for least, _, _ in right.values()) > 0.9
     assert always_above(loss, "linear", "softmax") and right["softmax"][1] > right["linear"][1]
     assert right["linear"][1] - right["mean"][1] < 0.01
+
+
+def test_recorded_short_convolution_helps_layers_without_a_gate():
+    rows, _ = experiments.recorded("short_convolution")
+    loss = {(row["seed"], row["model"], row["conv"]): row["validation"] for row in rows}
+    for seed in (0, 1, 2):
+        for model, helps in (("linear", True), ("deltanet", True), ("gated_deltanet", False)):
+            assert (loss[seed, model, 4] < loss[seed, model, 0]) == helps

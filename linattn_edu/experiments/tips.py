@@ -120,7 +120,7 @@ def division_order(seed, *, device="cpu", T=1024, sizes=(48, 64), scales=(1.0, 8
 
     K^T V is not causal here and Q, K are features ELU(x) + 1, as in the advice's code; float64 is the exact result.
 
-    Result: the advice is the wrong way round. With d = 64 the division by 8 rounds nothing, and both orders agree to the
+    Result: the advice is the wrong way round. With d = 64 dividing by 8 rounds nothing, and both orders agree to the
     bit where nothing overflows. With d = 48 the division at the end rounds once more: in half precision the error is a
     quarter to a third larger. And float16 overflows in Q (K^T V) for most entries at a scale of 8, where dividing first
     loses a few in a hundred.
