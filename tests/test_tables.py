@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from book.tables import feature_maps, memory, variants
+from book.tables import feature_maps, kernel_versions, memory, variants
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +57,9 @@ def test_naive_forms_hold_maps_and_blockwise_forms_do_not():
     _, *rows = memory.table()
     maps, naive, blocks, parallel, chunkwise = (float(x.replace(",", "")) for x in rows[-1][1:])
     assert naive > maps and parallel > maps and blocks < maps / 10 and chunkwise < maps / 10
+
+
+def test_every_version_of_a_kernel_has_a_prediction_a_time_and_a_reason():
+    for table in (kernel_versions.host, kernel_versions.walk, kernel_versions.scores, kernel_versions.step, kernel_versions.scan):
+        _, *rows = table()
+        assert rows and all(change and predicted and why and (forward, backward) != ("–", "–") for change, predicted, forward, backward, why in rows)
