@@ -79,9 +79,11 @@ def test_kernels_fit_the_device(root, tmp_path, capability):
     program = (
         "import torch; from linattn_edu.kernels.compiling import compile_all, SHARED_LIMIT\n"
         f"records = compile_all({capability}, [{DEVICES[capability]}], variants=[('none', False), ('channel', True)], families=['chunk'])\n"
-        "assert len(records) >= 8 and 'walk' in {r.name.split()[0] for r in records}\n"
+        "names = {r.name.split()[0] for r in records}\n"
+        "assert len(records) >= 8 and names >= {'walk', 'intra', 'inter', 'inter_backward', 'state_backward', 'intra_backward'}\n"
         "for r in records:\n"
-        f"    assert 0 <= r.shared_bytes <= SHARED_LIMIT[{capability}], r\n"
+        "    assert r.shared_bytes > 0 or r.name.startswith('carry '), r  # which only adds up\n"
+        f"    assert r.shared_bytes <= SHARED_LIMIT[{capability}], r\n"
         "    assert r.registers > 0 and r.spilled_bytes <= 2048, r\n"
     )
     environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
