@@ -113,7 +113,7 @@ def test_the_command_writes_table_and_figure(tmp_path, capsys):
     words = ["--shapes", "1x16x1x4", "--ops", "linear", "kda", "--passes", "forward", "decode", "--budget", "0"]
     bench.main([*words, "--device", "cpu", "--out", str(out), "--plot", str(figure)])
     found, about = record.read(out)
-    assert {"machine", "torch", "date", "command", "dtype"} <= about.keys()
+    assert {"machine", "torch", "date", "command", "dtype", "product_flops_a_second"} <= about.keys()
     assert [r["op"] for r in found] == ["linear"] * 4 + ["kda"] * 4
     assert figure.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

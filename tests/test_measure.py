@@ -7,7 +7,8 @@ import time
 import torch
 
 from linattn_edu import linear, softmax
-from linattn_edu.bench.measure import peak_bytes, seconds
+from linattn_edu.bench.ceilings import ceilings, launch_seconds
+from linattn_edu.bench.measure import Times, peak_bytes, seconds
 
 
 def test_peak_is_the_sum_of_what_is_held_together():
@@ -40,3 +41,16 @@ def test_the_score_matrix_is_quadratic_and_the_state_is_not():
 def test_time_is_that_of_the_call():
     t = seconds(lambda: time.sleep(0.01), at_least=5, budget=0)
     assert 0.01 <= t.low <= t.median <= t.high < 0.1 and t.calls == 5
+
+
+def test_ceilings_are_rates_of_bytes_and_flops(monkeypatch):
+    """With a clock that gives every call a millisecond: twice the bytes of a copy, 2 n^3 FLOPs of a product."""
+    monkeypatch.setattr("linattn_edu.bench.ceilings.seconds", lambda f, **_: Times(1e-3, 1e-3, 1e-3, 1))
+    found = ceilings()
+    assert float(found["copy_bytes_a_second"]) == float(f"{2 * 2**28 * 1e3:.4g}")
+    assert float(found["product_flops_a_second"]) == float(f"{2 * 1024**3 * 1e3:.4g}")
+
+
+def test_a_launch_is_shorter_than_a_product():
+    x = torch.randn(512, 512)
+    assert 0 < launch_seconds() < seconds(lambda: x @ x).median

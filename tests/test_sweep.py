@@ -34,3 +34,4 @@ def test_the_command_writes_its_table(tmp_path, monkeypatch):
     sweep.main()
     rows, about = sweep.read(out)
     assert len(rows) == 4 and about["what"] == "decode" and about["torch"] == torch.__version__
+    assert float(about["copy_bytes_a_second"]) > 1e8

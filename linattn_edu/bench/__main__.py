@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from linattn_edu import doctor
 from linattn_edu.bench import rivals
+from linattn_edu.bench.ceilings import ceilings
 from linattn_edu.bench.record import provenance, write
 from linattn_edu.bench.rows import OWN, decoding, training
 
@@ -124,6 +125,7 @@ def main(arguments=None):
     guard = rivals.lift_guard() if "FLA" in a.forms else ""
     packages = {"triton": doctor.version_of("triton"), "fla": rivals.fla_version()}
     about = provenance(a.device, dtype=str(a.dtype).removeprefix("torch."), **{name: x for name, x in packages.items() if x})
+    about |= ceilings(a.dtype, a.device)
     print("\n".join(f"{key}: {x}" for key, x in about.items()))
     rows = []
     for row in table(a, guard):

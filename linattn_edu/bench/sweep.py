@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from linattn_edu import linear, softmax
+from linattn_edu.bench.ceilings import ceilings
 from linattn_edu.bench.measure import peak_bytes, seconds
 from linattn_edu.bench.record import provenance, read, recorded, write  # noqa: F401
 
@@ -23,6 +24,7 @@ FORMS = {
     "softmax, SDPA": softmax.fused,
     "linear, chunkwise": linear.chunkwise,
     "linear, recurrent": linear.recurrent,
+    "linear, fused": linear.fused,
 }
 
 
@@ -98,7 +100,7 @@ def main():
     lengths = [2**i for i in range(7, a.longest.bit_length())]
     rows = decode(lengths, **sizes) if a.decode else sweep(FORMS, lengths, slowest=a.slowest, **sizes)
     about = provenance(a.device, what="decode" if a.decode else "forward", B=1, H=a.heads, K=a.dim, V=a.dim, dtype=a.dtype)
-    write(a.out, rows, about)
+    write(a.out, rows, about | ceilings(sizes["dtype"], a.device))
 
 
 if __name__ == "__main__":
