@@ -41,13 +41,24 @@ def cpu_model():
 
 def write(path, rows, about):
     """Write rows as CSV, below one comment line for each fact in `about`."""
+    for _ in stream(path, rows, about):
+        pass
+
+
+def stream(path, rows, about):
+    """Write rows as they come, and pass each on: a process that is stopped leaves what it had measured."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         file.writelines(f"# {key}: {x}\n" for key, x in about.items())
-        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+        table = None
+        for row in rows:
+            if table is None:
+                table = csv.DictWriter(file, row.keys(), lineterminator="\n")
+                table.writeheader()
+            table.writerow(row)
+            file.flush()
+            yield row
 
 
 def read(path):

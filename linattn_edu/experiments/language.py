@@ -73,6 +73,18 @@ def recipes(width, heads):
     }
 
 
+def equal_recipes(width, heads):
+    """`recipes` with a state of heads x K x V numbers, K = V = width / heads, and a short convolution in each."""
+    K = width // heads
+    equal = {
+        "linear": {"conv_size": 4},
+        "retention": {"conv_size": 4, "value_dim": K},
+        "gla": {"conv_size": 4, "key_dim": K, "value_dim": K},
+        "mamba2": {"expand": 1, "groups": heads},
+    }
+    return {name: (layer, options | equal.get(name, {})) for name, (layer, options) in recipes(width, heads).items()}
+
+
 @experiment(gpu=GPU)
 def language(
     seed, *, device="cpu",
@@ -124,19 +136,11 @@ def equal_state(
     Returns:
         rows with model, parameters, cache_bytes, training, validation.
     """
-    K, every = width // heads, recipes(width, heads)
-    same = {
-        "linear": {"conv_size": 4},
-        "retention": {"conv_size": 4, "value_dim": K},
-        "gla": {"conv_size": 4, "key_dim": K, "value_dim": K},
-        "mamba2": {"expand": 1, "groups": heads},
+    every = equal_recipes(width, heads)
+    configs = {
+        name: reference(width, heads, depth, mixers=(every[name][0],) * depth, options={every[name][0]: every[name][1]})
+        for name in mixers
     }
-    configs = {}
-    for name in mixers:
-        layer, options = every[name]
-        configs[name] = reference(
-            width, heads, depth, mixers=(layer,) * depth, options={layer: options | same.get(name, {})}
-        )
     return compare(seed, configs, device=device, steps=steps, batch=batch, length=length, lr=lr, bf16=bf16)
 
 

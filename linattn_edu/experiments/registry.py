@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from linattn_edu.bench import sweep
+from linattn_edu.bench import record as tables
 
 EXPERIMENTS = {
     name: theme
@@ -88,13 +88,13 @@ def _one(job):
 
 def record(path, rows, *, command, arguments):
     """Write rows as CSV below the command, the settings, the machine, the versions and the date."""
-    about = sweep.provenance(arguments["device"]) | {"command": command}
-    sweep.write(path, rows, about | {key: x for key, x in arguments.items() if key not in about})
+    about = tables.provenance(arguments["device"]) | {"command": command}
+    tables.write(path, rows, about | {key: x for key, x in arguments.items() if key not in about})
 
 
 def recorded(name):
     """The rows of an experiment's recorded table and the facts above it; None where there is no such table."""
-    return sweep.recorded(Path("experiments", name))
+    return tables.recorded(Path("experiments", name))
 
 
 def spread(rows, value, by):

@@ -7,7 +7,6 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from linattn_edu import data
 from linattn_edu.forms import computing_dtype
@@ -85,10 +84,11 @@ def train(
         checkpoint: a file, written after every `checkpoint_every` steps and the last; if it exists, training goes
             on from it, and ends with the same weights and records to the bit.
         timed: records also tell the seconds since the beginning.
-        progress: show a bar.
+        progress: show a bar, which needs tqdm.
 
     Raises:
         ValueError: a batch that the processes cannot share evenly, or a checkpoint of another run.
+        ImportError: a bar without tqdm.
 
     The model is left in eval mode.
     """
@@ -101,7 +101,7 @@ def train(
     began = time.perf_counter() - (records[-1].get("seconds", 0.0) if records else 0.0)
     start, stream = len(records), data.batches(source, batch=batch, length=length, seed=seed, start=len(records))
     tokens = {"total": steps * batch * length, "initial": start * batch * length}
-    bar = tqdm(**tokens, unit="tok", unit_scale=True, disable=not progress or rank > 0)
+    bar = _bar(**tokens) if progress and rank == 0 else None
     for step, (x, y) in zip(range(start, steps), stream):
         rate, last = learning_rate(step, steps=steps, peak=lr, warmup=warmup), step + 1 == steps
         loss = update(model.train(), optimizer, *parallel.share(x, y), rate=rate, clip=clip, bf16=bf16)
@@ -112,11 +112,21 @@ def train(
             records[-1]["validation"] = evaluate(model.eval())
         if rank == 0 and checkpoint is not None and ((step + 1) % checkpoint_every == 0 or last):
             save(checkpoint, model, optimizer, records, recipe)
-        bar.set_postfix(summary(records), refresh=False)
-        bar.update(batch * length)
-    bar.close()
+        if bar is not None:
+            bar.set_postfix(summary(records), refresh=False)
+            bar.update(batch * length)
+    if bar is not None:
+        bar.close()
     model.eval()
     return records
+
+
+def _bar(**tokens):
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError('the bar needs tqdm: pip install "linattn_edu[train]", or progress=False') from error
+    return tqdm(**tokens, unit="tok", unit_scale=True)
 
 
 def update(
