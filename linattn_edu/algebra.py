@@ -61,8 +61,8 @@ def channel_scores(q, k, g):
     GLA's secondary chunking (Yang et al. 2024, section 4.3) carried on to blocks of one token.
     """
     C = q.shape[-2]
-    if C == 1:
-        return (q * k).sum(-1, keepdim=True)
+    if C < 2:
+        return (q * k).sum(-1, keepdim=True)[..., :C]
     if C % 2:
         return channel_scores(*(F.pad(x, (0, 0, 1, 0)) for x in (q, k, g)))[..., 1:, 1:]
     q, k, g = (x.unflatten(-2, (2, C // 2)) for x in (q, k, g))

@@ -64,7 +64,7 @@ def test_a_channel_forgets_at_its_own_rate():
     torch.testing.assert_close(o, total, **TIGHT)
 
 
-@pytest.mark.parametrize("C", [1, 2, 3, 5, 8, 13, 31, 64, 77])
+@pytest.mark.parametrize("C", [0, 1, 2, 3, 5, 8, 13, 31, 64, 77])
 @pytest.mark.parametrize("strength", [0.0, 0.05, 8.0])
 def test_channel_scores_are_their_definition(C, strength):
     draw = torch.Generator().manual_seed(C)
