@@ -1,5 +1,6 @@
 """The training loop: its schedule, its losses, and that it repeats bit for bit."""
 
+import copy
 import csv
 import json
 import math
@@ -128,15 +129,37 @@ def test_the_model_trains_in_training_mode_and_is_judged_and_left_in_eval_mode()
     assert modes == [True, True, *judged, True, *judged] and not model.training
 
 
-def test_weight_decay_shrinks_matrices_and_leaves_vectors():
-    model = small()
+FREE = ("A_log", "dt_bias", "D")  # of Mamba, Mamba-2, Gated DeltaNet and KDA, whatever their number of axes
+
+
+def decayed(model):
+    """Names of the parameters that a step with no gradient shrinks; it leaves the others as they are."""
     optimizer = adamw(model, lr=0.1, weight_decay=0.5)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before, names = {name: p.detach().clone() for name, p in model.named_parameters()}, set()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.ndim >= 2 else 1.0))
+        if not torch.equal(p, before[name]):
+            torch.testing.assert_close(p.detach(), 0.95 * before[name])
+            names.add(name)
+    return names
+
+
+@pytest.mark.parametrize("mixer", models.MIXERS)
+def test_weight_decay_shrinks_matrices_and_leaves_vectors_rates_and_step_sizes(mixer):
+    sizes = {"head_dim": 16, "state_dim": 4} if mixer == "mamba2" else {}
+    config = LanguageModelConfig(width=16, heads=2, mixers=(mixer,), hidden=32, options={mixer: sizes}, norm="layer")
+    model = LanguageModel(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += torch.rand_like(p) + 0.1  # no zero, which would not shrink
+    last = {name: name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    expected = {name for name, p in model.named_parameters() if p.ndim >= 2 and last[name] not in FREE}
+    assert "embedding.weight" in expected and "norm.bias" not in expected
+    loaded = LanguageModel.from_weights(config, {name: x.clone() for name, x in model.state_dict().items()})
+    for each in (model, copy.deepcopy(model), loaded):
+        assert decayed(each) == expected
 
 
 def test_loss_by_position_is_the_mean_over_windows_of_each_column():

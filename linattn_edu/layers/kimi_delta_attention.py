@@ -38,6 +38,7 @@ class KimiDeltaAttention(QKVLayer):
     """
 
     silu = True
+    undecayed = ("A_log", "dt_bias")
 
     def __init__(
         self, width, heads, *, key_dim=None, value_heads=None, value_dim=None, conv_size=4, negative_eigenvalues=False,

@@ -37,6 +37,8 @@ class Mamba(RecurrentLayer):
     starts exp(A_log) at 1, 2, ..., state_dim in each channel, and D at 1.
     """
 
+    undecayed = ("A_log", "dt_bias", "D")
+
     def __init__(
         self, width, *, expand=2, state_dim=16, dt_rank=None, conv_size=4, conv_bias=True, bias=False, dt_min=0.001,
         dt_max=0.1, form="fused",

@@ -40,6 +40,8 @@ class Mamba2(RecurrentLayer):
     DeltaNet keeps its gate and drops Delta_t from the write.
     """
 
+    undecayed = ("A_log", "dt_bias", "D")
+
     def __init__(
         self, width, *, expand=2, head_dim=64, state_dim=128, groups=1, conv_size=4, conv_bias=True, bias=False,
         norm_before_gate=False, A_range=(1.0, 16.0), dt_min=0.001, dt_max=0.1, dt_limit=(0.0, float("inf")), eps=1e-5,

@@ -21,10 +21,12 @@ class RecurrentLayer(nn.Module):
         form: "fused", "chunkwise", "parallel" or "recurrent", how the operator computes; may be changed at any time.
         state_shapes: the shape of each tensor of the state, for one sequence.
         conv_shape: the same for the short convolution; None without one.
+        undecayed: names of parameters that weight decay must leave alone, whatever their number of axes.
     """
 
     state_shapes = ()
     conv_shape = None
+    undecayed = ()
 
     def __init__(self, width, form="fused"):
         super().__init__()

@@ -52,11 +52,17 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: int) -> float:
 
 
 def adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices alone: norm weights and other vectors are left free."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """AdamW that decays matrices alone, embeddings and the taps of short convolutions among them.
+
+    Norm weights, biases and other vectors are left free, and so is what a layer names in `undecayed`: a rate or step
+    size that is pulled to 0 on the logarithmic scale of A_log and dt_bias is pulled to no sensible value. The codes of
+    Mamba and of its successors exempt A_log, dt_bias and D as well.
+    """
+    free = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "undecayed", ())}
+    groups = {weight_decay: [], 0.0: []}
+    for p in model.parameters():
+        groups[weight_decay if p.ndim >= 2 and id(p) not in free else 0.0].append(p)
+    groups = [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), fused=True)
 
 
@@ -76,7 +82,7 @@ def train(
         steps: of the optimizer.
         batch, length: windows a step, over all processes, and bytes a window.
         lr, warmup: peak of `learning_rate`, and the steps up to it.
-        weight_decay: of matrices.
+        weight_decay: of matrices, see `adamw`.
         clip: the gradient is shortened to this norm.
         seed: chooses the windows.
         validate_every: `evaluate(model)` is recorded after so many steps, and after the last; never if None.
