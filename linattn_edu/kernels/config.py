@@ -135,5 +135,5 @@ def additive_configuration(capability, dtype, K, V, gate, chunk_size):
         C=C, dtype=torch.bfloat16 if low else torch.float32, precision=precision, most=state[0], most_out=state[1],
         warps=warps, stages=2 if low and hopper else 1, programs=2,
         least=16 if capability == INTERPRETED else 32 * C, narrowest=narrowest, gate_gradient=tiles(4), intra=tiles(4),
-        intra_backward=tiles(warps, narrower),
+        intra_backward=tiles(8, narrower),
     )  # fmt: skip
