@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from linattn_edu.kernels import additive, config, launch, op, scan, step
+from linattn_edu.kernels import additive, config, delta, op, scan, step
 
 SHARED_LIMIT = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Shared memory that one block may ask for, in bytes (CUDA C++ programming guide, compute capabilities)."""
@@ -63,12 +63,12 @@ def compiling_for(capability):
 
     triton.runtime.driver.set_active(Driver(capability))
     JIT.run, config.capability_of = compile_only, lambda _: capability
-    additive.cached_plan.cache_clear(), launch.cached_plan.cache_clear()
+    additive.cached_plan.cache_clear(), delta.cached_plan.cache_clear()
     try:
         yield compiled
     finally:
         JIT.run, config.capability_of = run, device
-        additive.cached_plan.cache_clear(), launch.cached_plan.cache_clear()
+        additive.cached_plan.cache_clear(), delta.cached_plan.cache_clear()
         triton.runtime.driver._active = None
 
 
