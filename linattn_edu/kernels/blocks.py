@@ -44,9 +44,23 @@ def decay_of_chunk(decay, tile, x, KP: tl.constexpr, GATE: tl.constexpr):
 
 
 @triton.jit
-def matmul(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """a b, operands rounded to DTYPE, summed in float32."""
-    return tl.dot(a.to(DTYPE), b.to(DTYPE), input_precision=PRECISION)
+def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a tensor core takes it: in DTYPE, and for a TF32 product rounded to 11 binary digits.
+
+    The device would cut the others off, an error twice as large at worst and always towards zero, which sums add up.
+    """
+    x = x.to(DTYPE)
+    if PRECISION == "tf32" and DTYPE == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)  # the sum would carry a NaN over into a number
+    return x
+
+
+@triton.jit
+def matmul(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr, acc=None):
+    """a b, added to `acc` if given: operands rounded to DTYPE, summed in float32."""
+    return tl.dot(operand(a, DTYPE, PRECISION), operand(b, DTYPE, PRECISION), acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -108,9 +122,9 @@ def unit_lower_inverse(A, i, C: tl.constexpr, PRECISION: tl.constexpr):
     X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0) - tl.where(pairs(j, 0)[None], D, 0.0)
     for level in range(1, 4):
         Y = tl.where(pairs(j, level)[None], D, 0.0)
-        X -= matmul(X, matmul(Y, X, tl.float32, PRECISION), tl.float32, PRECISION)
+        X -= tl.dot(X, tl.dot(Y, X, input_precision=PRECISION), input_precision=PRECISION)
     M = tl.reshape(tl.where(own, X[:, :, None, :], 0.0), [C, C])
     for level in range(4, C.bit_length() - 1):
         Y = tl.where(pairs(i, level), A, 0.0)
-        M -= matmul(M, matmul(Y, M, tl.float32, PRECISION), tl.float32, PRECISION)
+        M -= tl.dot(M, tl.dot(Y, M, input_precision=PRECISION), input_precision=PRECISION)
     return M

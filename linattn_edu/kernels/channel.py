@@ -12,7 +12,7 @@ keys, each times its factor, serves a level, and what X X^T holds across the pai
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.blocks import sum_where
+from linattn_edu.kernels.blocks import matmul, operand, sum_where
 from linattn_edu.kernels.walk import LOG2_E, running_sums, tokens_of_segment
 
 
@@ -26,13 +26,14 @@ def tokens_of_chunk(table, T, L, NS, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def level_factors(G, at_G, row, i, level, unit, mask):
+def level_factors(G, at_G, row, i, tokens, level, unit, mask):
     """For blocks of 2^level tokens: which tokens are late, as a column, and the decay between each and its `mid`.
 
-    `at_G` points to G of the chunk's first token, rows `row` apart; the row of another token is read, not computed.
+    `at_G` points to G of the first of the chunk's `tokens`, rows `row` apart; the row of another token is read, not
+    computed. Where `mid` would lie behind the last token nothing is late, and any row will do.
     """
     block = i >> level
-    mid = ((block | 1) << level) - 1
+    mid = tl.minimum((block | 1) << level, tokens.to(tl.int32)) - 1
     G_mid = tl.load(at_G + mid[:, None] * row, mask=mask, other=0)
     return ((block & 1) == 1)[:, None], tl.exp2(tl.abs(G - G_mid).to(tl.float32) * -unit)
 
@@ -73,8 +74,8 @@ def intra(
         tl.debug_barrier()
         at_G = G + (first * HV + h) * K + x[None, :]
         for level in range(C.bit_length() - 1):
-            late, factor = level_factors(G_x, at_G, HV * K, i, level, unit, mask)
-            X = (factor * tl.where(late, q_x, k_x)).to(DTYPE)
+            late, factor = level_factors(G_x, at_G, HV * K, i, stop - first, level, unit, mask)
+            X = operand(factor * tl.where(late, q_x, k_x), DTYPE, PRECISION)
             pair = late & ((i >> level)[:, None] == (i >> level)[None, :] + 1)
             scores += tl.where(pair, tl.dot(X, tl.trans(X), input_precision=PRECISION), 0.0)
     at_P = (first * HV + h) * C + i[:, None] * (HV * C) + i[None, :]
@@ -109,12 +110,12 @@ def intra_backward(
         y = v0 + tl.arange(0, BV)
         mask = real & (y < V)[None, :]
         at_v = (first * HV + h) * V + i[:, None] * (HV * V) + y[None, :]
-        do_y = tl.load(do + at_v, mask=mask, other=0.0).to(DTYPE)
-        v_y = tl.load(v + at_v, mask=mask, other=0.0).to(DTYPE)
-        dP = tl.dot(do_y, tl.trans(v_y), dP, input_precision=PRECISION)
+        do_y = tl.load(do + at_v, mask=mask, other=0.0)
+        v_y = tl.load(v + at_v, mask=mask, other=0.0)
+        dP = matmul(do_y, tl.trans(v_y), DTYPE, PRECISION, dP)
     diagonal = scale * tl.sum(tl.where(i[:, None] == i[None, :], dP, 0.0), 1)[:, None]
     dP = scale * tl.where(i[:, None] > i[None, :], dP, 0.0)
-    dP = (dP + tl.trans(dP)).to(DTYPE)
+    dP = operand(dP + tl.trans(dP), DTYPE, PRECISION)
     for k0 in range(0, K, BK):
         x = k0 + tl.arange(0, BK)
         mask = real & (x < K)[None, :]
@@ -128,8 +129,8 @@ def intra_backward(
         dk_x = diagonal * q_x
         dG = tl.zeros([C, BK], tl.float32)
         for level in range(C.bit_length() - 1):
-            late, factor = level_factors(G_x, at_G, HV * K, i, level, unit, mask)
-            X = (factor * tl.where(late, q_x, k_x)).to(DTYPE)
+            late, factor = level_factors(G_x, at_G, HV * K, i, stop - first, level, unit, mask)
+            X = operand(factor * tl.where(late, q_x, k_x), DTYPE, PRECISION)
             pair = ((i >> level)[:, None] ^ (i >> level)[None, :]) == 1
             dX = tl.dot(tl.where(pair, dP, 0.0).to(DTYPE), X, input_precision=PRECISION)
             dq_x += tl.where(late, factor * dX, 0.0)

@@ -1,12 +1,13 @@
 """The launches of the delta rule: the kernels of `delta_forward` and `delta_backward`, with a channel gate `delta_channel`'s."""
 
 import functools
+import math
 
 import torch
 
 from linattn_edu.kernels import config, delta_backward, delta_channel, delta_forward
 from linattn_edu.kernels.device import on_device
-from linattn_edu.kernels.launch import DTYPES, chunk_table, shared_heads
+from linattn_edu.kernels.launch import DTYPES, Launch, chunk_table, shared_heads
 
 
 class Plan:
@@ -21,21 +22,42 @@ class Plan:
         self.N = sequences if self.packed else B
         self.chunks = self.T // c.C + self.N if self.packed else B * self.NT
         common = dict(K=self.K, C=c.C, KP=c.KP, PACKED=self.packed, DTYPE=DTYPES[c.dtype], PRECISION=c.precision)
-        walk = dict(**common, V=V, VP=self.VP, BV=c.BV, GATE=gate, num_warps=4, num_stages=c.stages[0])
-        self.walk_grid, self.walk = (self.N * HV, self.VP // c.BV), walk
-        self.intra = walk | dict(BK=c.BK, PRECISE=c.precise, num_stages=1)
-        self.intra_backward = walk | dict(BK=c.BK, num_stages=c.stages[1])
+        walk = dict(**common, V=V, VP=self.VP, BV=c.BV, GATE=gate, num_warps=4)
         by_channel = dict(**common, B=c.B, num_stages=1)
-        self.channel, self.channel_backward = (by_channel | dict(num_warps=warps) for warps in c.channel_warps)
+        each_chunk, each_sequence, C = self.chunks * HV, (self.N * HV, self.VP // c.BV), c.C
+        forward, backward = delta_forward, delta_backward
+
+        def saving(save):
+            return (
+                Launch(forward.delta_intra, (each_chunk,), **walk, BK=c.BK, SAVE=save, PRECISE=c.precise, num_stages=1),
+                Launch(forward.delta_inter, each_sequence, **walk, SAVE=save, num_stages=c.stages[0]),
+            )
+
+        self.forward = {save: saving(save) for save in (False, True)}
+        self.inter_backward = Launch(backward.delta_inter_backward, each_sequence, **walk, num_stages=c.stages[0])
+        self.intra_backward = Launch(
+            backward.delta_intra_backward, (each_chunk,), **walk, BK=c.BK, num_stages=c.stages[1]
+        )
+        warps, warps_back = c.channel_warps
+        self.channel = Launch(delta_channel.channel_intra, (each_chunk, C // c.B), **by_channel, num_warps=warps)
+        self.channel_backward = Launch(
+            delta_channel.channel_intra_backward, (each_chunk,), **by_channel, num_warps=warps_back
+        )
 
     def rows(self, *shape, dtype):
         """A buffer with one row a token; zero at first where a token may belong to no sequence."""
         make = torch.zeros if self.packed else torch.empty
         return make(self.tokens, self.HV, *shape, dtype=dtype, device=self.device)
 
-    def tiles(self, *shape, dtype=None):
-        """A buffer with one tile for every chunk and value head."""
-        return torch.empty(self.chunks, self.HV, *shape, dtype=dtype or self.config.dtype, device=self.device)
+    def work(self, shapes, dtype=None):
+        """Memory for arrays with one tile of a shape a chunk and value head, in one piece: an allocation costs 8 us."""
+        entries = self.chunks * self.HV * sum(map(math.prod, shapes.values()))
+        return torch.empty(entries, dtype=dtype or self.config.dtype, device=self.device)
+
+    def cut(self, work, shapes):
+        """The arrays by name, that lie one after another in `work`."""
+        tiles = self.chunks * self.HV
+        return dict(zip(shapes, work.split([tiles * math.prod(shape) for shape in shapes.values()])))
 
     def state(self):
         return torch.empty(self.N, self.HV, self.K, self.V, dtype=torch.float32, device=self.device)
@@ -52,18 +74,25 @@ def plan(q, v, g, cu_seqlens, chunk_size, symbolic=False):
     return make(q.shape, *v.shape[2:], q.dtype, q.device, gate, sequences, chunk_size)
 
 
-def kept_shapes(p):
-    """The work arrays of the forward pass that the backward pass reads, U in the end V'."""
+def kept_shapes(p, save=True):
+    """The work arrays of the forward pass that the backward pass reads, U in the end V'; those in float32 apart."""
     C, KP, VP = p.config.C, p.config.KP, p.VP
-    shapes = dict(P=(C, C), M=(C, C), W=(C, KP), U=(VP, C), q_start=(C, KP), k_end=(C, KP), states=(VP, KP))
-    float_shapes = {"none": {}, "scalar": dict(decay=(1,)), "channel": dict(decay=(KP,), G=(C, KP))}[p.gate]
-    return shapes, float_shapes
+    shapes = dict(P=(C, C), W=(C, KP), U=(VP, C), q_start=(C, KP), k_end=(C, KP))
+    shapes |= dict(M=(C, C), states=(VP, KP)) if save else {}
+    return shapes, {"none": {}, "scalar": dict(decay=(1,)), "channel": dict(decay=(KP,), G=(C, KP))}[p.gate]
 
 
-def forward_buffers(p, save):
-    shapes, float_shapes = kept_shapes(p)
-    x = {name: p.tiles(*shape) for name, shape in shapes.items() if save or name not in ("M", "states")}
-    return x | {name: p.tiles(*shape, dtype=torch.float32) for name, shape in float_shapes.items()}
+def named(p, kept, save=True):
+    """The arrays of `kept_shapes`, by name."""
+    pairs = zip(kept, kept_shapes(p, save))
+    return {name: array for work, shapes in pairs for name, array in p.cut(work, shapes).items()}
+
+
+def handed_shapes(p):
+    """What the sequential half of the backward pass hands to the parallel one, and what that hands to a channel gate's."""
+    C, KP, VP = p.config.C, p.config.KP, p.VP
+    handed = dict(dP=(C, C), dA=(C, C), dQ_s=(C, KP), dK_e=(C, KP), dK_s=(C, KP)) if p.gate == "channel" else {}
+    return dict(dv_new=(VP, C), dstates=(VP, KP)), handed
 
 
 def run_forward(
@@ -71,28 +100,30 @@ def run_forward(
 ):  # fmt: skip
     """o, the last state if `final`, and if `save` the arrays that `run_backward` takes as `kept`."""
     p = plan(q, v, g, cu_seqlens, chunk_size, traced)
-    o, last, x = p.rows(p.V, dtype=out_dtype), p.state() if final else None, forward_buffers(p, save)
-    get, sizes = x.get, (p.T, p.NT, p.H, p.HV)
-    if not traced and p.N:
+    o, last = p.rows(p.V, dtype=out_dtype), p.state() if final else None
+    shapes, float_shapes = kept_shapes(p, save)
+    kept = [p.work(shapes), *([p.work(float_shapes, torch.float32)] if float_shapes else [])]
+    if not traced:
+        get = named(p, kept, save).get
+        sizes, A = (p.T, p.NT, p.H, p.HV), None
         first_chunk, table = chunk_table(cu_seqlens, p.T, p.config.C) if p.packed else (None, None)
-        A = p.tiles(p.config.C, p.config.C, dtype=torch.float32) if p.gate == "channel" else None
-        programs = p.chunks * p.HV
+        intra, inter = p.forward[save]
         with on_device(q):
-            if programs and p.gate == "channel":
-                delta_channel.channel_intra[programs, p.config.C // p.config.B](
+            if p.gate == "channel":
+                A = p.work(dict(A=(p.config.C, p.config.C)), torch.float32)
+                p.channel(
                     q, k, g, get("P"), A, get("W"), get("q_start"), get("k_end"), get("G"), get("decay"), table, scale,
-                    *sizes, **p.channel,
+                    *sizes,
                 )  # fmt: skip
-            if programs:
-                delta_forward.delta_intra[programs,](
-                    q, k, v, g, beta, A, get("P"), get("M"), get("W"), get("U"), get("q_start"), get("k_end"),
-                    get("decay"), table, scale, *sizes, SAVE=save, **p.intra,
-                )  # fmt: skip
-            delta_forward.delta_inter[p.walk_grid](
-                get("q_start"), get("k_end"), get("W"), get("U"), get("P"), get("decay"), initial_state, o,
-                get("states"), last, cu_seqlens, first_chunk, p.T, p.NT, p.HV, SAVE=save, **p.walk,
+            intra(
+                q, k, v, g, beta, A, get("P"), get("M"), get("W"), get("U"), get("q_start"), get("k_end"), get("decay"),
+                table, scale, *sizes,
             )  # fmt: skip
-    return o.view(v.shape), last, list(x.values()) if save else []
+            inter(
+                get("q_start"), get("k_end"), get("W"), get("U"), get("P"), get("decay"), initial_state, o, get("states"),
+                last, cu_seqlens, first_chunk, p.T, p.NT, p.HV,
+            )  # fmt: skip
+    return o.view(v.shape), last, kept if save else []
 
 
 def run_backward(
@@ -105,28 +136,24 @@ def run_backward(
     dg = None if g is None else p.rows(*g.shape[3:], dtype=torch.float32)
     dbeta = p.rows(dtype=torch.float32)
     dfirst = None if initial_state is None else p.state()
-    if not traced and p.N:
-        C, KP, sizes, programs = p.config.C, p.config.KP, (p.T, p.NT, p.H, p.HV), p.chunks * p.HV
-        get = dict(zip([name for shapes in kept_shapes(p) for name in shapes], kept)).get
-        first_chunk, table = chunk_table(cu_seqlens, p.T, C) if p.packed else (None, None)
-        dv_new, dstates = p.tiles(p.VP, C), p.tiles(p.VP, KP)
-        handed = [None] * 6
+    if not traced:
+        sizes = p.T, p.NT, p.H, p.HV
+        get = named(p, kept).get
+        first_chunk, table = chunk_table(cu_seqlens, p.T, p.config.C) if p.packed else (None, None)
+        shapes, handed_on = handed_shapes(p)
+        dv_new, dstates, *handed = p.cut(p.work(shapes | handed_on), shapes | handed_on).values()
         if p.gate == "channel":
-            handed = [p.tiles(*shape) for shape in ((C, C), (C, C), (C, KP), (C, KP), (C, KP))]
-            handed.append(p.tiles(KP, dtype=torch.float32))
+            handed.append(p.work(dict(ddecay=(p.config.KP,)), torch.float32))
         with on_device(q):
-            delta_backward.delta_inter_backward[p.walk_grid](
+            p.inter_backward(
                 get("q_start"), get("k_end"), get("W"), get("P"), get("decay"), do, dlast, dv_new, dstates, dfirst,
-                cu_seqlens, first_chunk, p.T, p.NT, p.HV, **p.walk,
+                cu_seqlens, first_chunk, p.T, p.NT, p.HV,
             )  # fmt: skip
-            if programs:
-                delta_backward.delta_intra_backward[programs,](
-                    q, k, v, g, beta, get("P"), get("M"), get("decay"), do, get("U"), dv_new, get("states"), dstates,
-                    *handed, dq, dk, dv, dg, dbeta, table, scale, *sizes, **p.intra_backward,
-                )  # fmt: skip
-            if programs and p.gate == "channel":
-                delta_channel.channel_intra_backward[programs,](
-                    q, k, get("G"), beta, *handed, dq, dk, dg, dbeta, table, scale, *sizes, **p.channel_backward,
-                )  # fmt: skip
+            p.intra_backward(
+                q, k, v, g, beta, get("P"), get("M"), get("decay"), do, get("U"), dv_new, get("states"), dstates,
+                *(handed or [None] * 6), dq, dk, dv, dg, dbeta, table, scale, *sizes,
+            )  # fmt: skip
+            if p.gate == "channel":
+                p.channel_backward(q, k, get("G"), beta, *handed, dq, dk, dg, dbeta, table, scale, *sizes)
     dg, dbeta = (None if x is None else dx.view(x.shape) for dx, x in ((dg, g), (dbeta, beta)))
     return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta, dfirst
