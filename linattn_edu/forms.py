@@ -223,7 +223,7 @@ class Operator:
             S = None if initial_state is None else space.state_in(initial_state, sizes, ("q", q))
             with full_precision(q):
                 xs = space.kernel_inputs(q, k, v)
-                if kernels.serve(backend, q, xs[1].shape[-1], xs[2].shape[-1], delta="beta" in self.gates):
+                if kernels.serve(backend, q, xs[1].shape[-1], xs[2].shape[-1]):
                     gates = {name: named[name] for name in self.gates}
                     gates = {name: g if g.dim() > 1 else g.expand(v.shape[:-1]) for name, g in gates.items()}
                     float_output = space.normalize

@@ -130,7 +130,7 @@ def test_low_precision_and_strides(name):
         exact, last = CASES[name].module.recurrent(**low, output_final_state=True)
         assert o.dtype == dtype and all(x.dtype == torch.float32 for x in leaves(state))
         torch.testing.assert_close(o, exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
-        digits = 1e-2 if dtype == torch.bfloat16 else 1e-5  # features of bfloat16 inputs are rounded to bfloat16
+        digits = 1e-2 if dtype == torch.bfloat16 else 1e-3  # operands of 8 and of 11 binary digits: bfloat16, TF32
         for x, y in zip(leaves(state), leaves(last)):
             torch.testing.assert_close(x, y.float(), rtol=digits, atol=digits * y.abs().max().item())
 

@@ -43,11 +43,8 @@ def obstacle_to_scan(u, N):
     return obstacle(u, 1, 1)
 
 
-def obstacle(q, K, V, delta=False):
-    """Why the kernels cannot take queries like `q` with K features and V value channels, with advice; None if they can.
-
-    `delta` says that the rule erases before it writes.
-    """
+def obstacle(q, K, V):
+    """Why the kernels cannot take queries like `q` with K features and V value channels, with advice; None if they can."""
     how = mode()
     if how in ADVICE:
         return ADVICE[how]
@@ -60,9 +57,6 @@ def obstacle(q, K, V, delta=False):
     before_ampere = q.is_cuda and capability_of(q.device) < (8, 0)
     if before_ampere and q.dtype == torch.bfloat16:
         return "bfloat16 needs compute capability 8.0 (A100, L4 or newer): use float16 or float32, or backend='torch'"
-    if delta and q.is_cuda and q.dtype == torch.bfloat16 and capability_of(q.device) == (9, 0) and min(K, V) <= 32:
-        # Seen with Triton 3.6 on an H200: wrong values or illegal accesses, and no exception.
-        return "bfloat16 tiles narrower than 64 are multiplied wrongly on Hopper: use float16 or float32, or backend='torch'"
     most_K = MOST_K_BEFORE_AMPERE if before_ampere else MOST_K
     if K > most_K or V > MOST_V:
         return f"the kernels serve K <= {most_K} and V <= {MOST_V - 1} here, got K = {K} and V = {V}: backend='torch'"
@@ -78,12 +72,12 @@ def wanted(backend, q):
     return q.is_cuda or ("TRITON_INTERPRET" in os.environ and mode() == "interpret")
 
 
-def serve(backend, q, *widths, delta=False):
+def serve(backend, q, *widths):
     """Whether the kernels can take the call; if they are asked for and cannot, this raises and says what to do.
 
     The widths are K and V, for the selective scan N.
     """
-    reason = obstacle(q, *widths, delta) if len(widths) == 2 else obstacle_to_scan(q, *widths)
+    reason = obstacle(q, *widths) if len(widths) == 2 else obstacle_to_scan(q, *widths)
     if backend == "triton" and reason is not None:
         raise ValueError(f"`backend`: got 'triton', but {reason}")
     return reason is None and 0 not in q.shape

@@ -7,7 +7,7 @@ import torch
 from linattn_edu.kernels import channel, walk
 from linattn_edu.kernels.config import additive, multiprocessors, power_of_two
 from linattn_edu.kernels.device import on_device
-from linattn_edu.kernels.launch import DTYPES, chunk_table
+from linattn_edu.kernels.launch import DTYPES, Launch, chunk_table
 
 
 class Plan:
@@ -59,8 +59,8 @@ class Plan:
         key = X, Y, reverse, transposed
         if key not in self.launches:
             BX, BY, warps, stages = self.config.tile(X, Y)
-            self.launches[key] = functools.partial(
-                walk.walk[self.segments * self.HV, -(-Y // BY), -(-X // BX)],
+            self.launches[key] = Launch(
+                walk.walk, (self.segments * self.HV, -(-Y // BY), -(-X // BX)),
                 X=X, Y=Y, BX=BX, BY=BY, GATE=self.gate, REVERSE=reverse, TRANSPOSED=transposed,
                 num_warps=warps, num_stages=stages, **self.shared,
             )  # fmt: skip
@@ -70,8 +70,8 @@ class Plan:
         """The launch of `carry`."""
         if reverse not in self.launches:
             BLOCK = min(1024, power_of_two(self.K * self.V))
-            self.launches[reverse] = functools.partial(
-                walk.carry[self.N * self.HV, -(-self.K * self.V // BLOCK)],
+            self.launches[reverse] = Launch(
+                walk.carry, (self.N * self.HV, -(-self.K * self.V // BLOCK)),
                 K=self.K, V=self.V, BLOCK=BLOCK, GATE=self.gate, REVERSE=reverse, PACKED=self.packed,
             )  # fmt: skip
         return self.launches[reverse]
@@ -80,8 +80,8 @@ class Plan:
         """The launch of a kernel with one program a chunk and value head."""
         if kernel not in self.launches:
             BK, _, warps, stages = tiles
-            self.launches[kernel] = functools.partial(
-                kernel[self.chunks, self.HV], K=self.K, BK=BK, num_warps=warps, num_stages=stages, **more, **self.shared
+            self.launches[kernel] = Launch(
+                kernel, (self.chunks, self.HV), K=self.K, BK=BK, num_warps=warps, num_stages=stages, **more, **self.shared
             )
         return self.launches[kernel]
 

@@ -1,19 +1,13 @@
-"""What the kernels share: whose tokens a program works on, products, sums of gates, scores, the inverse.
-
-A chunk is C tokens, C a power of two, and everything inside it follows one scheme: at each level the chunk falls into
-pairs of neighbouring blocks of h = 1, 2, 4, ... C/2 tokens, and later tokens meet earlier ones across one such pair
-exactly once. `channel_scores` and `unit_lower_inverse` are that scheme. A tile is never cut: each level is a product of
-whole tiles under the mask of `pairs`, which is how Triton likes it.
-"""
+"""What the kernels share: whose tokens a program works on, products, decays of scalar gates, the inverse."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def tokens_of_chunk(chunks, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
-    """The chunk of this program, its first token, and where its sequence ends; sequences lie one after another."""
-    c = tl.program_id(0).to(tl.int64)
+def chunk_of_program(chunks, T, NT, HV, C: tl.constexpr, PACKED: tl.constexpr):
+    """Chunk, value head, first token and end of the sequence; neighbouring programs are neighbouring heads in memory."""
+    c = tl.program_id(0).to(tl.int64) // HV
     if PACKED:
         first = tl.load(chunks + 2 * c)
         stop = tl.load(chunks + 2 * c + 1)
@@ -21,7 +15,7 @@ def tokens_of_chunk(chunks, T, NT, C: tl.constexpr, PACKED: tl.constexpr):
         n = c // NT
         first = n * T + (c - n * NT) * C
         stop = (n + 1) * T
-    return c, first, stop
+    return c, tl.program_id(0) % HV, first, stop
 
 
 @triton.jit
@@ -39,23 +33,49 @@ def tokens_of_sequence(cu_seqlens, first_chunk, n, T, NT, C: tl.constexpr, PACKE
 
 
 @triton.jit
-def matmul(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """a b, operands rounded to DTYPE, summed in float32."""
-    return tl.dot(a.to(DTYPE), b.to(DTYPE), input_precision=PRECISION)
+def decay_of_chunk(decay, tile, x, KP: tl.constexpr, GATE: tl.constexpr):
+    """What a chunk leaves of the state that it starts from: one factor, or one a channel."""
+    if GATE == "channel":
+        return tl.load(decay + tile * KP + x)[None, :]
+    elif GATE == "scalar":
+        return tl.load(decay + tile)
+    else:
+        return 1.0
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a tensor core takes it: in DTYPE, and for a TF32 product rounded to 11 binary digits.
+
+    The device would cut the others off, an error twice as large at worst and always towards zero, which sums add up.
+    """
+    x = x.to(DTYPE)
+    if PRECISION == "tf32" and DTYPE == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)  # the sum would carry a NaN over into a number
+    return x
+
+
+@triton.jit
+def matmul(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr, acc=None):
+    """a b, added to `acc` if given: operands rounded to DTYPE, summed in float32."""
+    return tl.dot(operand(a, DTYPE, PRECISION), operand(b, DTYPE, PRECISION), acc, input_precision=PRECISION)
 
 
 @triton.jit
 def sum_where(chosen, x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Row i is the sum of the rows j of `x` with chosen_ij: on tensor cores cheaper than a scan, and nothing cancels.
 
-    Among bfloat16 operands x goes in two terms, which together keep 16 digits; ones are exact.
+    Where products round their operands, x goes in two terms, which together keep 16 digits; ones are exact.
     """
-    if DTYPE == tl.bfloat16:
-        ones = tl.where(chosen, 1.0, 0.0).to(DTYPE)
-        high = x.to(DTYPE)
-        return tl.dot(ones, high) + tl.dot(ones, (x - high.to(tl.float32)).to(DTYPE))
+    ones = tl.where(chosen, 1.0, 0.0).to(DTYPE)
+    if DTYPE == tl.bfloat16 or PRECISION == "tf32":
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(DTYPE)
+        return tl.dot(ones, low, tl.dot(ones, high.to(DTYPE), input_precision=PRECISION), input_precision=PRECISION)
     else:
-        return tl.dot(tl.where(chosen, 1.0, 0.0), x, input_precision=PRECISION)
+        return tl.dot(ones, x, input_precision=PRECISION)
 
 
 @triton.jit
@@ -82,78 +102,9 @@ def decay_matrix_gradient(X, i, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def pairs(i, level):
-    """True where i lies in the later and j in the earlier of two blocks of h = 2^level tokens that form a pair."""
+    """True where i and j lie in the two blocks of 2^level tokens of one pair, whose numbers differ in the last bit."""
     block = i >> level
-    return ((block & 1) == 1)[:, None] & (block[:, None] == block[None, :] + 1)
-
-
-@triton.jit
-def channel_decays(g, i, level, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """since_start and to_end in blocks of 2^level tokens, a factor for every channel; none exceeds 1."""
-    same = (i >> level)[:, None] == (i >> level)[None, :]
-    since_start = sum_where(same & (i[:, None] >= i[None, :]), g, DTYPE, PRECISION)
-    to_end = sum_where(same & (i[:, None] < i[None, :]), g, DTYPE, PRECISION)
-    return tl.exp(since_start), tl.exp(to_end)
-
-
-@triton.jit
-def channel_decays_gradient(read, written, i, level, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """dg of `channel_decays`, given each factor times its gradient."""
-    same = (i >> level)[:, None] == (i >> level)[None, :]
-    dg = sum_where(same & (i[:, None] <= i[None, :]), read, DTYPE, PRECISION)
-    return dg + sum_where(same & (i[:, None] > i[None, :]), written, DTYPE, PRECISION)
-
-
-@triton.jit
-def channel_scores(
-    q, k, g, i, C: tl.constexpr, DELTA: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """P_ij = sum_c q_ic k_jc exp(g_{j+1,c} + ... + g_ic) for j <= i, else 0, over the channels at hand; with the delta
-    rule also A, the same of k and k below the diagonal. The decays of a level serve both.
-    """
-    P = tl.where(i[:, None] == i[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    A = tl.zeros([C, C], tl.float32)
-    for level in range(C.bit_length() - 1):
-        late, early = channel_decays(g, i, level, DTYPE, PRECISION)
-        k_early = tl.trans(k * early)
-        across = pairs(i, level)
-        P += tl.where(across, matmul(q * late, k_early, DTYPE, PRECISION), 0.0)
-        if DELTA:
-            A += tl.where(across, matmul(k * late, k_early, DTYPE, PRECISION), 0.0)
-    return P, A
-
-
-@triton.jit
-def channel_scores_gradient(
-    dP, dA, q, k, b, g, i, C: tl.constexpr, DELTA: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """dq, dk, dg of P and Diag(b) A in `channel_scores`, and the gradient of the left b k in A.
-
-    dP is zero above its diagonal, dA there and on it.
-    """
-    diagonal = tl.sum(tl.where(i[:, None] == i[None, :], dP, 0.0), 1)[:, None]
-    dq = diagonal * k
-    dk = diagonal * q
-    dk_left = tl.zeros_like(k)
-    dg = tl.zeros_like(k)
-    for level in range(C.bit_length() - 1):
-        late, early = channel_decays(g, i, level, DTYPE, PRECISION)
-        across = pairs(i, level)
-        dX = tl.where(across, dP, 0.0)
-        dq_h = late * matmul(dX, k * early, DTYPE, PRECISION)
-        dk_h = matmul(tl.trans(dX), q * late, DTYPE, PRECISION)
-        dq += dq_h
-        read = dq_h * q
-        if DELTA:
-            dX = tl.where(across, dA, 0.0)
-            dl_h = late * matmul(dX, k * early, DTYPE, PRECISION)
-            dk_h += matmul(tl.trans(dX), b * k * late, DTYPE, PRECISION)
-            dk_left += dl_h
-            read += dl_h * b * k
-        dk_h *= early
-        dk += dk_h
-        dg += channel_decays_gradient(read, dk_h * k, i, level, DTYPE, PRECISION)
-    return dq, dk, dk_left, dg
+    return (block[:, None] ^ block[None, :]) == 1
 
 
 @triton.jit
@@ -161,10 +112,19 @@ def unit_lower_inverse(A, i, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^{-1} for a strictly lower A [C, C] in float32.
 
     The inverse of [[X, 0], [Y, Z]] is [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]. Blocks of one token are their own inverse; each
-    level joins pairs of them. No power of A is formed: those grow far beyond their sum where keys are alike.
+    level joins pairs of them. No power of A is formed: those grow far beyond their sum where keys are alike. Up to
+    blocks of 16 tokens the diagonal alone counts, and its C / 16 tiles go through the levels as a batch.
     """
-    M = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(pairs(i, 0), A, 0.0)
-    for level in range(1, C.bit_length() - 1):
+    tile = tl.arange(0, C // 16)
+    own = tile[:, None, None, None] == tile[None, None, :, None]
+    j = tl.arange(0, 16)
+    D = tl.sum(tl.where(own, tl.reshape(A, [C // 16, 16, C // 16, 16]), 0.0), 2)
+    X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0) - tl.where(pairs(j, 0)[None], D, 0.0)
+    for level in range(1, 4):
+        Y = tl.where(pairs(j, level)[None], D, 0.0)
+        X -= tl.dot(X, tl.dot(Y, X, input_precision=PRECISION), input_precision=PRECISION)
+    M = tl.reshape(tl.where(own, X[:, :, None, :], 0.0), [C, C])
+    for level in range(4, C.bit_length() - 1):
         Y = tl.where(pairs(i, level), A, 0.0)
-        M -= matmul(M, matmul(Y, M, tl.float32, PRECISION), tl.float32, PRECISION)
+        M -= tl.dot(M, tl.dot(Y, M, input_precision=PRECISION), input_precision=PRECISION)
     return M

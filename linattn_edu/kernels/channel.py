@@ -12,7 +12,7 @@ keys, each times its factor, serves a level, and what X X^T holds across the pai
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.blocks import matmul
+from linattn_edu.kernels.blocks import matmul, operand, sum_where
 from linattn_edu.kernels.walk import LOG2_E, running_sums, tokens_of_segment
 
 
@@ -26,13 +26,14 @@ def tokens_of_chunk(table, T, L, NS, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def level_factors(G, at_G, row, i, level, unit, mask):
+def level_factors(G, at_G, row, i, tokens, level, unit, mask):
     """For blocks of 2^level tokens: which tokens are late, as a column, and the decay between each and its `mid`.
 
-    `at_G` points to G of the chunk's first token, rows `row` apart; the row of another token is read, not computed.
+    `at_G` points to G of the first of the chunk's `tokens`, rows `row` apart; the row of another token is read, not
+    computed. Where `mid` would lie behind the last token nothing is late, and any row will do.
     """
     block = i >> level
-    mid = ((block | 1) << level) - 1
+    mid = tl.minimum((block | 1) << level, tokens.to(tl.int32)) - 1
     G_mid = tl.load(at_G + mid[:, None] * row, mask=mask, other=0)
     return ((block & 1) == 1)[:, None], tl.exp2(tl.abs(G - G_mid).to(tl.float32) * -unit)
 
@@ -73,8 +74,8 @@ def intra(
         tl.debug_barrier()
         at_G = G + (first * HV + h) * K + x[None, :]
         for level in range(C.bit_length() - 1):
-            late, factor = level_factors(G_x, at_G, HV * K, i, level, unit, mask)
-            X = (factor * tl.where(late, q_x, k_x)).to(DTYPE)
+            late, factor = level_factors(G_x, at_G, HV * K, i, stop - first, level, unit, mask)
+            X = operand(factor * tl.where(late, q_x, k_x), DTYPE, PRECISION)
             pair = late & ((i >> level)[:, None] == (i >> level)[None, :] + 1)
             scores += tl.where(pair, tl.dot(X, tl.trans(X), input_precision=PRECISION), 0.0)
     at_P = (first * HV + h) * C + i[:, None] * (HV * C) + i[None, :]
@@ -89,11 +90,13 @@ def intra_backward(
 ):  # fmt: skip
     """From the gradients of q_start and k_end that walks have left, and dP = scale tril(dO V^T), to dq, dk and dg.
 
-    With the tile X of a level, dP and its transpose, cut to the pairs, times X are the gradients of late queries and
-    early keys. A gate counts in the factor of a late token if it comes no later, of an early one if it comes after.
+    With the tile X of a level, dX = (dP + dP^T, cut to the pairs) X: rows of late queries and early keys at once. G_i
+    gains X_i dX_i where i is late and loses it where i is early; what G_mid gains is nothing, for over one pair the
+    late and the early sum are the same sum of X_i dP_ij X_j, also after rounding, if X is the rounded tile. Then
+    dg_m sums dG_i over i >= m.
     `kept` [splits, chunks, HV, K] are the products of each chunk's first S and last dS, summed over V. One program a
     chunk and value head. Bytes a token and head: reads 4 K + 2 V and G, writes 2 K and the gates' gradient.
-    FLOPs: 2 C V + 4 C K log2 C.
+    FLOPs: 2 C V + 2 C K log2 C.
     """
     chunk, first, stop = tokens_of_chunk(table, T, L, NS, C, PACKED)
     h = tl.program_id(1)
@@ -107,12 +110,12 @@ def intra_backward(
         y = v0 + tl.arange(0, BV)
         mask = real & (y < V)[None, :]
         at_v = (first * HV + h) * V + i[:, None] * (HV * V) + y[None, :]
-        do_y = tl.load(do + at_v, mask=mask, other=0.0).to(DTYPE)
-        v_y = tl.load(v + at_v, mask=mask, other=0.0).to(DTYPE)
-        dP = tl.dot(do_y, tl.trans(v_y), dP, input_precision=PRECISION)
+        do_y = tl.load(do + at_v, mask=mask, other=0.0)
+        v_y = tl.load(v + at_v, mask=mask, other=0.0)
+        dP = matmul(do_y, tl.trans(v_y), DTYPE, PRECISION, dP)
     diagonal = scale * tl.sum(tl.where(i[:, None] == i[None, :], dP, 0.0), 1)[:, None]
     dP = scale * tl.where(i[:, None] > i[None, :], dP, 0.0)
-    dP += tl.trans(dP)
+    dP = operand(dP + tl.trans(dP), DTYPE, PRECISION)
     for k0 in range(0, K, BK):
         x = k0 + tl.arange(0, BK)
         mask = real & (x < K)[None, :]
@@ -120,35 +123,31 @@ def intra_backward(
         at_qk = (first * H + h // (HV // H)) * K + i[:, None] * (H * K) + x[None, :]
         at_G = G + (first * HV + h) * K + x[None, :]
         G_x = tl.load(G + at, mask=mask, other=0)
-        dq_x = tl.zeros([C, BK], tl.float32)
-        dk_x = tl.zeros([C, BK], tl.float32)
-        dg_x = tl.zeros([C, BK], tl.float32)
+        q_x = tl.load(q + at_qk, mask=mask, other=0.0)
+        k_x = tl.load(k + at_qk, mask=mask, other=0.0)
+        dq_x = diagonal * k_x
+        dk_x = diagonal * q_x
+        dG = tl.zeros([C, BK], tl.float32)
         for level in range(C.bit_length() - 1):
-            late, factor = level_factors(G_x, at_G, HV * K, i, level, unit, mask)
-            x_c = tl.load(tl.where(late, q + at_qk, k + at_qk), mask=mask, other=0.0).to(tl.float32)
-            block = i >> level
-            pair = (block[:, None] ^ block[None, :]) == 1
-            X = (factor * x_c).to(DTYPE)
-            dx = factor * tl.dot(tl.where(pair, dP, 0.0).to(DTYPE), X, input_precision=PRECISION)
-            dq_x += tl.where(late, dx, 0.0)
-            dk_x += tl.where(late, 0.0, dx)
-            met = tl.where(((block & 1) == 1)[None, :], i[:, None] <= i[None, :], i[:, None] > i[None, :])
-            met = (met & (block[:, None] == block[None, :])).to(DTYPE)
-            dg_x = tl.dot(met, (x_c * dx).to(DTYPE), dg_x, input_precision=PRECISION)
-        q_x = tl.load(q + at_qk, mask=mask, other=0.0).to(tl.float32)
-        k_x = tl.load(k + at_qk, mask=mask, other=0.0).to(tl.float32)
+            late, factor = level_factors(G_x, at_G, HV * K, i, stop - first, level, unit, mask)
+            X = operand(factor * tl.where(late, q_x, k_x), DTYPE, PRECISION)
+            pair = ((i >> level)[:, None] ^ (i >> level)[None, :]) == 1
+            dX = tl.dot(tl.where(pair, dP, 0.0).to(DTYPE), X, input_precision=PRECISION)
+            dq_x += tl.where(late, factor * dX, 0.0)
+            dk_x += tl.where(late, 0.0, factor * dX)
+            dG += tl.where(late, X, -X) * dX
         start = tl.exp2(G_x.to(tl.float32) * unit)
         G_C = tl.min(tl.where(real, G_x, 0), 0)
         end = tl.exp2((G_C[None, :] - G_x).to(tl.float32) * unit)
         read = tl.load(dq_start + at, mask=mask, other=0.0) * start
         written = tl.load(dk_end + at, mask=mask, other=0.0) * end
-        tl.store(dq + at, dq_x + diagonal * k_x + read, mask=mask)
-        tl.store(dk + at, dk_x + diagonal * q_x + written, mask=mask)
+        tl.store(dq + at, dq_x + read, mask=mask)
+        tl.store(dk + at, dk_x + written, mask=mask)
         lasting = tl.zeros([BK], tl.float32)
         for z in range(splits):
             at_kept = ((z * tl.num_programs(0) + chunk) * HV + h) * K + x
             lasting += tl.load(kept + at_kept, mask=x < K, other=0.0)
+        dg_x = sum_where(i[:, None] <= i[None, :], dG + read * q_x, DTYPE, PRECISION)
+        dg_x += sum_where(i[:, None] > i[None, :], written * k_x, DTYPE, PRECISION)
         dg_x += (lasting * tl.exp2(G_C.to(tl.float32) * unit))[None, :]
-        dg_x += matmul((i[:, None] <= i[None, :]).to(tl.float32), read * q_x, DTYPE, PRECISION)
-        dg_x += matmul((i[:, None] > i[None, :]).to(tl.float32), written * k_x, DTYPE, PRECISION)
         tl.store(dg + at, dg_x, mask=mask)

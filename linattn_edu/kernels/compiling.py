@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from linattn_edu.kernels import additive, config, launch, op, scan, step
+from linattn_edu.kernels import additive, config, delta, op, scan, step
 
 SHARED_LIMIT = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Shared memory that one block may ask for, in bytes (CUDA C++ programming guide, compute capabilities)."""
@@ -50,6 +50,12 @@ class Driver:
         return torch.device("cpu")
 
 
+def forget():
+    """Drop the launches that have been prepared: they hold what was compiled for another device."""
+    for prepared in (additive.cached_plan, delta.cached_plan, step.prepared, scan.prepared):
+        prepared.cache_clear()
+
+
 @contextlib.contextmanager
 def compiling_for(capability):
     """Launches compile for `capability` and run nothing; yields the list of (name, compiled kernel)."""
@@ -57,18 +63,16 @@ def compiling_for(capability):
     run, device = JIT.run, config.capability_of
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append((self.__name__, kernel))
-        return kernel
+        compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     triton.runtime.driver.set_active(Driver(capability))
     JIT.run, config.capability_of = compile_only, lambda _: capability
-    additive.cached_plan.cache_clear(), launch.cached_plan.cache_clear()
+    forget()
     try:
         yield compiled
     finally:
         JIT.run, config.capability_of = run, device
-        additive.cached_plan.cache_clear(), launch.cached_plan.cache_clear()
+        forget()
         triton.runtime.driver._active = None
 
 

@@ -13,20 +13,6 @@ INTERPRETED = (0, 0)
 """In the place of a compute capability: Triton's interpreter on the CPU."""
 
 
-class Config(NamedTuple):
-    """Chunk, dtype of work arrays and operands, precision of float32 products; (BK, BV, warps, stages) a kernel."""
-
-    C: int
-    dtype: torch.dtype
-    precision: str
-    precise: str
-    intra: tuple
-    inter: tuple
-    inter_backward: tuple
-    state_backward: tuple
-    intra_backward: tuple
-
-
 def power_of_two(n):
     return max(16, 1 << (n - 1).bit_length())
 
@@ -34,46 +20,6 @@ def power_of_two(n):
 @functools.cache
 def capability_of(device):
     return INTERPRETED if device.type == "cpu" else torch.cuda.get_device_capability(device)
-
-
-def choose(device, dtype, K, V, gate, delta, chunk_size):
-    return configuration(capability_of(device), dtype, K, V, gate, delta, chunk_size)
-
-
-@functools.cache
-def configuration(capability, dtype, K, V, gate, delta, chunk_size):
-    """The configuration for inputs of a dtype and size on a device of a compute capability.
-
-    bfloat16 inputs are multiplied as bfloat16. float16 inputs are multiplied as TF32: as many digits, and the range of
-    float32 for states and gradients. float32 inputs take three TF32 products, or plain float32 before Ampere. The
-    inverse gets one kind of product more precise than the inputs, since its rounding errors grow with alike keys.
-    A longer chunk means fewer states and longer dots; a channel gate pays log2 C levels for it, so its chunk is shorter.
-    """
-    low, channel = dtype == torch.bfloat16, gate == "channel"
-    tensor_cores = capability >= (8, 0) or capability == INTERPRETED
-    roomy = low and (capability[:1] >= (9,) or capability in ((8, 0), INTERPRETED))  # 160 KiB of shared memory and more
-    precision = "ieee" if not tensor_cores else "tf32" if dtype != torch.float32 else "tf32x3"
-    KP, VP = power_of_two(K), power_of_two(V)
-    longest = 64 if capability == INTERPRETED or (roomy and KP <= 128 and not channel) else 32 if tensor_cores else 16
-    C = max(16, min(longest, 1 << (chunk_size.bit_length() - 1)))
-    wide = 64 if roomy else 32 if tensor_cores else 16
-    stages = 2 if roomy else 1
-
-    def tiles(most_K, most_V, warps, stages=stages):
-        return min(KP, most_K), min(VP, most_V), warps, stages
-
-    walk = tiles(KP, (32 if KP <= 128 else 16) if tensor_cores else 16, 4, stages if KP <= 128 else 1)
-    return Config(
-        C=C,
-        dtype=torch.bfloat16 if low else torch.float32,
-        precision=precision,
-        precise="ieee" if not tensor_cores else "tf32" if low else "tf32x3",
-        intra=tiles(wide, wide, 2 if channel and low else 4),
-        inter=walk,
-        inter_backward=walk,
-        state_backward=tiles(wide, wide, 4),
-        intra_backward=tiles(wide, wide, 4),
-    )
 
 
 class Additive(NamedTuple):
@@ -111,7 +57,7 @@ def additive(device, dtype, K, V, gate, chunk_size):
 
 @functools.cache
 def additive_configuration(capability, dtype, K, V, gate, chunk_size):
-    """As `configuration`, for the additive rules: the state of a program is `most` x `most_out` numbers in registers."""
+    """As `delta_configuration`, for the additive rules: the state of a program is `most` x `most_out` numbers in registers."""
     low = dtype == torch.bfloat16
     tensor_cores = capability >= (8, 0) or capability == INTERPRETED
     hopper = capability[:1] >= (9,)
@@ -135,5 +81,54 @@ def additive_configuration(capability, dtype, K, V, gate, chunk_size):
         C=C, dtype=torch.bfloat16 if low else torch.float32, precision=precision, most=state[0], most_out=state[1],
         warps=warps, stages=2 if low and hopper else 1, programs=2,
         least=16 if capability == INTERPRETED else 32 * C, narrowest=narrowest, gate_gradient=tiles(4), intra=tiles(4),
-        intra_backward=tiles(warps, narrower),
+        intra_backward=tiles(8, narrower),
+    )  # fmt: skip
+
+
+class Delta(NamedTuple):
+    """For the delta rule: chunk and, where a channel gate cuts it in two, block; dtype of work arrays and operands;
+    precision of float32 products, in the inverse too; features padded, and tiles of features and value channels; stages of
+    the sequential kernels and of the parallel backward one; warps of the two kernels of a channel gate.
+    """
+
+    C: int
+    B: int
+    dtype: torch.dtype
+    precision: str
+    precise: str
+    KP: int
+    BK: int
+    BV: int
+    stages: tuple
+    channel_warps: tuple
+
+
+def delta(device, dtype, K, chunk_size):
+    return delta_configuration(capability_of(device), dtype, K, chunk_size)
+
+
+@functools.cache
+def delta_configuration(capability, dtype, K, chunk_size):
+    """bfloat16 inputs are multiplied as bfloat16. float16 inputs are multiplied as TF32: as many digits, and the range of
+    float32 for states and gradients. float32 inputs take three TF32 products, or plain float32 before Ampere. The
+    inverse gets one kind of product more precise than the inputs, since its rounding errors grow with alike keys.
+
+    On Hopper bfloat16 chunks of 64 tokens run on warp groups, with S^T and
+    V'^T in registers; Triton 3.6 gives wrong results there for tiles narrower than 64, so that none is. Shorter chunks
+    keep to tiles of at most 32 rows, which are multiplied warp by warp.
+    """
+    low = dtype == torch.bfloat16
+    tensor_cores = capability >= (8, 0) or capability == INTERPRETED
+    roomy = low and (capability[:1] >= (9,) or capability in ((8, 0), INTERPRETED))
+    precision = "ieee" if not tensor_cores else "tf32" if dtype != torch.float32 else "tf32x3"
+    longest = 64 if capability == INTERPRETED or (roomy and K <= 128) else 32 if tensor_cores else 16
+    C = max(16, min(longest, 1 << (chunk_size.bit_length() - 1)))
+    groups = low and C == 64 and capability >= (9, 0)
+    KP = max(power_of_two(K), 64 if groups else 16)
+    wide = 64 if groups else 32 if tensor_cores else 16
+    return Delta(
+        C=C, B=max(C // 2, 16), dtype=torch.bfloat16 if low else torch.float32, precision=precision,
+        precise="ieee" if not tensor_cores else "tf32" if low else "tf32x3",
+        KP=KP, BK=min(KP, wide), BV=wide if KP <= 128 else min(wide, 16),
+        stages=(3, 2) if groups else (2, 1) if roomy and KP <= 128 else (1, 1), channel_warps=(4 if KP <= 128 else 8, 8),
     )  # fmt: skip

@@ -17,6 +17,7 @@ Every program adds its channels' share of dB and dC to an array of its own, and 
 two runs give the same bits.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linattn_edu.kernels.device import on_device
+from linattn_edu.kernels.launch import Launch
 
 MOST_N = 256
 L = 16
@@ -220,36 +222,38 @@ def tiles(D, N):
     return Tiles(BD, NP, max(1, min(8, BD * NP // 32)))
 
 
+@functools.lru_cache(maxsize=1024)
+def prepared(kernel, device, batch, T, D, N, L, **switches):
+    """The launch of one of the two kernels for all calls with inputs of these sizes."""
+    BD, NP, warps = tiles(D, N)
+    sizes = dict(T=T, NT=-(-T // L), D=D, N=N, L=L, BD=BD, NP=NP)
+    return Launch(kernel, (batch, -(-D // BD)), **sizes, **switches, num_warps=warps, num_stages=1)
+
+
 def run_forward(u, delta, A, B, C, skip, first, zoh, save, last=None, L=L):
     """y, the last state (in the memory of `last` if given), and with `save` one state every L tokens."""
     (batch, T, D), N = u.shape, A.shape[1]
-    NT, (BD, NP, warps) = -(-T // L), tiles(D, N)
     y = torch.empty_like(u)
     last = u.new_empty(batch, D, N, dtype=torch.float32) if last is None else last
-    states = u.new_empty(batch, NT, D, N, dtype=torch.float32) if save else None
+    states = u.new_empty(batch, -(-T // L), D, N, dtype=torch.float32) if save else None
     with on_device(u):
-        selective_scan[batch, -(-D // BD)](
-            u, delta, A, B, C, skip, first, y, last, states, T, NT, D,
-            N=N, L=L, BD=BD, NP=NP, ZOH=zoh, SAVE=save, num_warps=warps, num_stages=1,
-        )  # fmt: skip
+        start = prepared(selective_scan, u.device, batch, T, D, N, L, ZOH=zoh, SAVE=save)
+        start(u, delta, A, B, C, skip, first, y, last, states)
     return y, last, states
 
 
 def run_backward(dy, dlast, u, delta, A, B, C, skip, states, zoh):
     """The gradients of u, delta, A, B, C, skip (None without one) and the first state."""
     (batch, T, D), N = u.shape, A.shape[1]
-    NT, (BD, NP, warps) = -(-T // L), tiles(D, N)
-    blocks = -(-D // BD)
+    blocks = -(-D // tiles(D, N).BD)
     make = u.new_empty
     du, ddelta = make(u.shape), make(u.shape, dtype=delta.dtype)
     dA, dfirst = (make(batch, D, N, dtype=torch.float32) for _ in range(2))
     dB, dC = (make(batch, blocks, T, N, dtype=torch.float32) for _ in range(2))
     dskip = None if skip is None else make(batch, D, dtype=torch.float32)
     with on_device(u):
-        selective_scan_backward[batch, blocks](
-            u, delta, A, B, C, skip, states, dy, dlast, du, ddelta, dA, dB, dC, dskip, dfirst, T, NT, D,
-            N=N, L=L, BD=BD, NP=NP, ZOH=zoh, num_warps=warps, num_stages=1,
-        )  # fmt: skip
+        start = prepared(selective_scan_backward, u.device, batch, T, D, N, L, ZOH=zoh)
+        start(u, delta, A, B, C, skip, states, dy, dlast, du, ddelta, dA, dB, dC, dskip, dfirst)
     dskip = None if skip is None else dskip.sum(0).to(skip.dtype)
     return du, ddelta, dA.sum(0).to(A.dtype), dB.sum(1).to(B.dtype), dC.sum(1).to(C.dtype), dskip, dfirst
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.config import power_of_two
 from linattn_edu.kernels.device import on_device
+from linattn_edu.kernels.launch import Launch
 
 TILE = 8192
 MAPS = ("identity", "elu1", "relu", "relu2", "exp")
@@ -93,6 +94,18 @@ def tiles(K, V, normalize):
     return (KP, BV, BV * blocks, 1) if normalize else (KP, BV, BV, blocks)
 
 
+@functools.lru_cache(maxsize=1024)
+def prepared(device, N, HQ, HV, K, V, rows, gate, delta, feature_map, normalize):
+    """The launch for all calls with inputs of these sizes."""
+    KP, BV, WIDTH, blocks = tiles(K, V, normalize)
+    S_ROW, Z_ROW, S_ROW_NEXT, Z_ROW_NEXT = rows
+    return Launch(
+        step, (N * HV, blocks), HQ=HQ, HV=HV, K=K, V=V, KP=KP, BV=BV, WIDTH=WIDTH, S_ROW=S_ROW, Z_ROW=Z_ROW,
+        S_ROW_NEXT=S_ROW_NEXT, Z_ROW_NEXT=Z_ROW_NEXT, GATE=gate, DELTA=delta, MAP=feature_map, NORMALIZE=normalize,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
 def row(x, width):
     """Elements from one row of the state, or from one entry of z, to the next; `width` if they lie close."""
     return width if x.is_contiguous() else x.stride(2)
@@ -104,14 +117,11 @@ def launch(
 ) -> None:  # fmt: skip
     (N, HQ, K), (_, HV, V) = q.shape, v.shape
     normalize = z is not None
-    KP, BV, WIDTH, blocks = tiles(K, V, normalize)
     rows = row(S, V), row(z, 1) if normalize else 1, row(S_next, V), row(z_next, 1) if normalize else 1
     gate = "none" if g is None else "scalar" if g.dim() == 2 else "channel"
+    start = prepared(q.device, N, HQ, HV, K, V, rows, gate, beta is not None, feature_map, normalize)
     with on_device(q):
-        step[N * HV, blocks](
-            q, k, v, g, beta, S, z, S_next, z_next, o, scale, eps, HQ, HV, K, V, KP, BV, WIDTH, *rows,
-            gate, beta is not None, feature_map, normalize, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        start(q, k, v, g, beta, S, z, S_next, z_next, o, scale, eps)
 
 
 traced = torch.library.custom_op("linattn_edu::step", launch, mutates_args=("S_next", "z_next", "o"))

@@ -21,7 +21,7 @@ without outputs finds what each segment adds to a state of zero, `carry` sums th
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.blocks import sum_where
+from linattn_edu.kernels.blocks import matmul, sum_where
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -127,7 +127,7 @@ def walk(
                 tl.store(at_chunk, S, mask=mask_S)
         if o is not None:
             a_c = tl.load(a + (t * HX + h_x) * X + at_x, mask=real & real_x, other=0.0)
-            o_c = tl.dot(a_c.to(DTYPE), S.to(DTYPE), input_precision=PRECISION)
+            o_c = matmul(a_c, S, DTYPE, PRECISION)
             if GATE == "scalar":
                 o_c *= end if REVERSE else start
             if e is not None:
@@ -135,7 +135,7 @@ def walk(
                 at_token = ((split * tl.num_programs(1) + tl.program_id(1)) * tokens + t + i) * HV + h
                 tl.store(sums + at_token, scale * tl.sum(e_c * o_c, 1), mask=i < stop - t)
             if GATE != "channel":
-                A = tl.dot(a_c.to(DTYPE), tl.trans(b_c).to(DTYPE), input_precision=PRECISION)
+                A = matmul(a_c, tl.trans(b_c), DTYPE, PRECISION)
                 if GATE == "scalar":
                     A *= decay_matrix(-G, -G, allowed, unit_G) if REVERSE else decay_matrix(G, G, allowed, unit_G)
                 else:
@@ -145,7 +145,7 @@ def walk(
                 A = tl.where(split == 0, tl.load(P + at_P, mask=real, other=0.0), 0.0)
                 A = tl.trans(A) if REVERSE else A
             if GATE != "channel" or P is not None:
-                o_c = tl.dot(A.to(DTYPE), c_c.to(DTYPE), o_c, input_precision=PRECISION)
+                o_c = matmul(A, c_c, DTYPE, PRECISION, o_c)
             tl.store(o + ((split * tokens + t) * HV + h) * Y + at_o, scale * o_c, mask=real & real_y)
         if GATE == "scalar":
             S *= decay
@@ -155,7 +155,7 @@ def walk(
             S *= decay[None, :] if TRANSPOSED else decay[:, None]
             if not TRANSPOSED:
                 total *= decay
-        S = tl.dot(tl.trans(b_c).to(DTYPE), c_c.to(DTYPE), S, input_precision=PRECISION)
+        S = matmul(tl.trans(b_c), c_c, DTYPE, PRECISION, S)
     if S_last is not None:
         tl.store(S_last + (s * HV + h) * X * Y + at_S, unit * S, mask=mask_S)
     if lost is not None:
@@ -226,7 +226,7 @@ def gate_gradient(
         mask = real[:, None] & (x < K)[None, :]
         q_x = tl.load(q + row_qk[:, None] * K + x[None, :], mask=mask, other=0.0)
         k_x = tl.load(k + row_qk[:, None] * K + x[None, :], mask=mask, other=0.0)
-        P = tl.dot(q_x.to(DTYPE), tl.trans(k_x).to(DTYPE), P, input_precision=PRECISION)
+        P = matmul(q_x, tl.trans(k_x), DTYPE, PRECISION, P)
         for z in range(splits):
             at = kept + ((z * tl.num_programs(0) + chunk) * HV + h) * K + x
             lasting += tl.load(at, mask=x < K, other=0.0)
@@ -235,7 +235,7 @@ def gate_gradient(
         mask = real[:, None] & (y < V)[None, :]
         do_y = tl.load(do + row[:, None] * V + y[None, :], mask=mask, other=0.0)
         v_y = tl.load(v + row[:, None] * V + y[None, :], mask=mask, other=0.0)
-        dP = tl.dot(do_y.to(DTYPE), tl.trans(v_y).to(DTYPE), dP, input_precision=PRECISION)
+        dP = matmul(do_y, tl.trans(v_y), DTYPE, PRECISION, dP)
     starts = tl.zeros([C], tl.float32)
     ends = tl.zeros([C], tl.float32)
     for z in range(blocks):
