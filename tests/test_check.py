@@ -109,6 +109,7 @@ def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
     for far in (3.16, 3.12, -3.14, 314.159, "three", 0):
         assert not check_answer("a.ratio", far)
     assert check_answer("a.word", ("linear ", 2)) and not check_answer("a.word", ("linear", 3))
+    assert not check_answer("a.word", (2, "linear"))
     said = capsys.readouterr().out
     for words in (
         "✓ a.bytes: right.",
@@ -117,6 +118,7 @@ def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
         "✓ a.ratio: right to 3 significant digits.",
         "✗ a.ratio: not right to 3 significant digits: it is off by the sign.",
         "it is off by a factor of 100 (percent?).",
+        "✗ a.word: not right: it is right in another order.",
     ):
         assert words in said
     with pytest.raises(ValueError, match="`name`: got 'b', expected one of a.bytes, a.ratio, a.word"):

@@ -32,8 +32,8 @@ def answers():
 def check_answer(name, value, *, quiet=False):
     """Compare an answer with the hash kept for the exercise `name`, and say whether it is right.
 
-    Of a wrong one it says what is known: a foreseen slip, a wrong sign, a usual factor. `value` is a number, a word or
-    a list of them. Returns True or False; an unknown name raises `ValueError`.
+    Of a wrong one it says what is known: a foreseen slip, another order, a wrong sign, a usual factor. `value` is a
+    number, a word or a list of them. Returns True or False; an unknown name raises `ValueError`.
     """
     table = answers()
     if name not in table:
@@ -48,10 +48,12 @@ def check_answer(name, value, *, quiet=False):
 
 
 def remark(name, values, entry):
-    """What is known of a wrong answer: a slip that was foreseen, or a usual factor."""
+    """What is known of a wrong answer: a slip that was foreseen, another order, or a usual factor."""
     for known, words in entry["slips"].items():
         if matches(name, values, entry["digits"], known):
             return f": it {words}"
+    if any(matches(name, order, entry["digits"], entry["answer"]) for order in itertools.permutations(values)):
+        return ": it is right in another order"
     numbers = [x for x in values if not isinstance(x, str)]
     for factor, words in FACTORS.items() if len(numbers) == len(values) else ():
         for f in (factor, 1 / factor):

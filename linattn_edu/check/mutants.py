@@ -61,6 +61,10 @@ TABLE = {
     "softmax: attend_online": [
         ("softmax.chunkwise", "shrink * o + p", "o + p", "does not rescale the running output when the maximum grows"),
         ("softmax.chunkwise", "shrink * z + p", "z + p", "does not rescale the running sum when the maximum grows"),
+        (
+            "softmax.chunkwise", "shrink * z + p.sum(-1, keepdim=True), shrink * o", "z + p.sum(-1, keepdim=True), o",
+            "rescales neither the running sum nor the running output when the maximum grows",
+        ),
         ("softmax.chunkwise", "append(o / z)", "append(o)", "does not divide by the running sum"),
         (
             "softmax.chunkwise", "(before - m).exp()", "(m - before).exp()",
@@ -303,6 +307,10 @@ TABLE = {
         (
             "gla.chunkwise", "channel_scores(q, k, g)", "(q @ k.mT).tril()",
             "uses the causal mask where the decay mask belongs",
+        ),
+        (
+            "gla.chunkwise", "channel_scores(q, k, g)", "channel_scores(q, g.exp() * k, g)",
+            "has the key's own gate in the decay of a score, one too many",
         ),
         ("gla.chunkwise", "start * q", "q", "reads the incoming state as if it had not decayed inside the block"),
         ("gla.chunkwise", "(end * k).mT", "k.mT", "writes the block into the state without the decay up to its end"),
