@@ -57,6 +57,39 @@ def test_seeds_repeat_alone_in_order_and_in_processes():
     assert rows[0]["error"] != next(row for row in rows if row["seed"] == 1)["error"]
 
 
+STEP = {"steps": 1, "batch": 1}
+FEW = {
+    "parity": STEP | {"length": 4, "lengths": (4,)},
+    "swaps": STEP | {"length": 4, "lengths": (4,)},
+    "mqar": STEP,
+    "mqar_rebinding": STEP | {"writes": 16},
+    "gate_start": STEP,
+    "language": STEP | {"length": 8},
+    "equal_state": STEP | {"length": 8},
+    "short_convolution": STEP | {"length": 8},
+    "attention_gate": STEP | {"length": 8},
+    "extrapolation": STEP | {"length": 8, "longest": 16},
+    "sink": STEP | {"length": 8},
+}
+"""What takes no time; of experiments on images nothing does."""
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_parts_of_an_experiment_give_the_rows_of_the_whole(name):
+    arguments = experiments.settings(name) | FEW[name]
+    part = experiments.find(name).parts
+    arguments[part] = arguments[part][-2:]
+    whole = experiments.find(name)(0, **arguments)
+    assert experiments.run(name, [0], **arguments) == [{"seed": 0, **row} for row in whole]
+
+
+@pytest.mark.parametrize("name", ["parity", "mqar", "language", "extrapolation"])
+def test_the_gpu_setting_takes_a_step(name):
+    part = experiments.find(name).parts
+    few = FEW[name] | {"device": "cpu", part: experiments.settings(name)[part][-1:]}
+    assert experiments.run(name, [0], setting="gpu", **few)
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="`name`: got 'nothing'"):
         experiments.run("nothing")

@@ -2,8 +2,8 @@
 
 import argparse
 import inspect
+import os
 import sys
-import time
 
 import torch
 
@@ -23,22 +23,30 @@ def main(argv=None):
     add("--seeds", type=int, nargs="+", default=[0])
     add("--setting", choices=["short", "gpu"], default="short")
     add("--out", help="a CSV file; the rows are printed without it")
-    add("--workers", type=int, default=1, help="seeds that run at a time")
+    add("--workers", type=int, default=1, help="parts or seeds that run at a time")
     add("--threads", type=int, default=1, help="threads of torch")
     args = parser.parse_args(argv)
     if args.name is None:
         print(listing())
         return
     torch.set_num_threads(args.threads)
-    began = time.perf_counter()
+    before = _spent()
     rows = experiments.run(args.name, args.seeds, setting=args.setting, workers=args.workers)
-    print(f"{args.name}: {len(args.seeds)} seeds in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    seconds = (_spent() - before) / len(args.seeds)
+    print(f"{args.name}: {seconds:.0f} s of processor time a seed", file=sys.stderr)
     if args.out is None:
         for row in rows:
             print(*(f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}" for key, x in row.items()), sep=", ")
     else:
         command = " ".join(["python -m linattn_edu.experiments", *(sys.argv[1:] if argv is None else argv)])
-        registry.record(args.out, rows, command=command, arguments=experiments.settings(args.name, args.setting))
+        about = experiments.settings(args.name, args.setting) | {"cpu_seconds_per_seed": round(seconds, 1)}
+        registry.record(args.out, rows, command=command, arguments=about)
+
+
+def _spent():
+    """Seconds of processor time, in user mode, of this process and of those that it waited for."""
+    times = os.times()
+    return times.user + times.children_user
 
 
 if __name__ == "__main__":

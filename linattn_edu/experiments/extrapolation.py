@@ -31,7 +31,7 @@ def pattern(name, width, heads, depth):
     return equalized(reference(width, heads, depth, mixers=mixers * (depth // 2), options=options), target)
 
 
-@experiment(gpu=GPU | {"longest": 4096})
+@experiment(gpu=GPU | {"longest": 4096}, parts="models")
 def extrapolation(
     seed, *, device="cpu", models=tuple(PATTERNS), width=64, heads=2, depth=2, steps=200, batch=8, length=128, lr=4e-3,
     bf16=False, longest=1024,
@@ -174,7 +174,7 @@ GATED = {
 }
 
 
-@experiment(gpu={"steps": 3000, "batch": 128})
+@experiment(gpu={"steps": 3000, "batch": 128}, parts="models")
 def sink(seed, *, device="cpu", models=tuple(GATED), width=64, steps=400, batch=32, length=64, lr=3e-3):
     """Attention to the first token where there is nothing to look for, with and without an output gate.
 

@@ -12,6 +12,7 @@ from linattn_edu.feature_maps import elu1
 from linattn_edu.layers import RMSNorm, SwiGLU
 from linattn_edu.models import MIXERS, Block
 from linattn_edu.softmax import attend_at_once
+from linattn_edu.train import adamw
 
 
 def schedule(optimizer, step, steps, lr):
@@ -52,7 +53,7 @@ class PixelReader(nn.Module):
         return self.head(x[:, -1])
 
 
-@experiment(gpu={"width": 128, "depth": 4, "epochs": 60, "lr": 2e-3})
+@experiment(gpu={"width": 128, "depth": 4, "epochs": 60, "lr": 2e-3}, parts="mixers")
 def pixels(
     seed, *, device="cpu", mixers=("softmax", "linear", "gated_deltanet", "kda"), width=64, heads=2, depth=2, epochs=8,
     batch=64, lr=3e-3,
@@ -74,7 +75,7 @@ def pixels(
     for name in mixers:
         torch.manual_seed(seed)
         model = PixelReader(name, width, heads, depth).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
+        optimizer = adamw(model, lr=lr, weight_decay=0.05)
         steps, losses = epochs * (len(x) // batch), []
         for step in range(steps):
             if step % (len(x) // batch) == 0:
@@ -179,7 +180,7 @@ def nearest_digit(images, known, names):
     return names[torch.cdist(images.flatten(1), known.flatten(1)).argmin(1)]
 
 
-@experiment(gpu={"width": 128, "depth": 4, "steps": 5000, "batch": 256, "lr": 1e-3})
+@experiment(gpu={"width": 128, "depth": 4, "steps": 5000, "batch": 256, "lr": 1e-3}, parts="kinds")
 def flow(
     seed, *, device="cpu", kinds=("softmax", "linear", "mean"), width=64, heads=4, depth=2, steps=600, batch=64, lr=2e-3
 ):

@@ -13,7 +13,7 @@ from linattn_edu.experiments.registry import experiment
 from linattn_edu.models import LanguageModel, LanguageModelConfig
 from linattn_edu.train import evaluate, train
 
-GPU = {"width": 256, "heads": 4, "depth": 4, "steps": 1500, "batch": 32, "length": 512, "lr": 2e-3, "bf16": True}
+GPU = {"width": 256, "heads": 4, "depth": 4, "steps": 600, "batch": 16, "length": 512, "lr": 2e-3, "bf16": True}
 
 
 def parameters(config):
@@ -49,9 +49,9 @@ def fit(seed, config, *, device, steps, batch, length, lr, bf16=False, **recipe)
     }
 
 
-def compare(seed, configs, **recipe):
-    """A row of `fit` for each named configuration, all with as many parameters as the first."""
-    target, rows = parameters(next(iter(configs.values()))), []
+def compare(seed, configs, target, **recipe):
+    """A row of `fit` for each named configuration, all with about `target` parameters."""
+    rows = []
     for name, config in configs.items():
         _, row = fit(seed, equalized(config, target), **recipe)
         rows.append({"model": name, **row})
@@ -85,7 +85,7 @@ def equal_recipes(width, heads):
     return {name: (layer, options | equal.get(name, {})) for name, (layer, options) in recipes(width, heads).items()}
 
 
-@experiment(gpu=GPU)
+@experiment(gpu=GPU, parts="mixers")
 def language(
     seed, *, device="cpu",
     mixers=("softmax", "linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda"), width=64, heads=2,
@@ -113,10 +113,11 @@ def language(
         name: reference(width, heads, depth, mixers=(every[name][0],) * depth, options={every[name][0]: every[name][1]})
         for name in mixers
     }
-    return compare(seed, configs, device=device, steps=steps, batch=batch, length=length, lr=lr, bf16=bf16)
+    recipe = {"device": device, "steps": steps, "batch": batch, "length": length, "lr": lr, "bf16": bf16}
+    return compare(seed, configs, parameters(reference(width, heads, depth)), **recipe)
 
 
-@experiment(gpu=GPU)
+@experiment(gpu=GPU, parts="mixers")
 def equal_state(
     seed, *, device="cpu", mixers=("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda"),
     width=64, heads=2, depth=2, steps=100, batch=8, length=128, lr=4e-3, bf16=False,
@@ -141,10 +142,11 @@ def equal_state(
         name: reference(width, heads, depth, mixers=(every[name][0],) * depth, options={every[name][0]: every[name][1]})
         for name in mixers
     }
-    return compare(seed, configs, device=device, steps=steps, batch=batch, length=length, lr=lr, bf16=bf16)
+    recipe = {"device": device, "steps": steps, "batch": batch, "length": length, "lr": lr, "bf16": bf16}
+    return compare(seed, configs, parameters(reference(width, heads, depth)), **recipe)
 
 
-@experiment(gpu=GPU)
+@experiment(gpu=GPU, parts="mixers")
 def short_convolution(
     seed, *, device="cpu", mixers=("linear", "deltanet", "gated_deltanet"), width=64, heads=2,
     depth=2, steps=100, batch=8, length=128, lr=4e-3, bf16=False,
@@ -171,12 +173,12 @@ def short_convolution(
             for size in (4, 0)
         }
         recipe = {"device": device, "steps": steps, "batch": batch, "length": length, "lr": lr, "bf16": bf16}
-        for row in compare(seed, configs, **recipe):
+        for row in compare(seed, configs, parameters(configs[4]), **recipe):
             rows.append({"model": name, "conv": row.pop("model"), **row})
     return rows
 
 
-@experiment(gpu=GPU)
+@experiment(gpu=GPU, parts="gates")
 def attention_gate(
     seed, *, device="cpu", gates=("none", "G1", "G1 headwise", "G2", "G3", "G4", "G5"), width=64, heads=2, depth=2,
     steps=100, batch=8, length=128, lr=4e-3, bf16=False,
@@ -203,4 +205,5 @@ def attention_gate(
         configs[gate] = reference(
             width, heads, depth, mixers=("gated_attention" if options else "softmax",) * depth, options=options
         )
-    return compare(seed, configs, device=device, steps=steps, batch=batch, length=length, lr=lr, bf16=bf16)
+    recipe = {"device": device, "steps": steps, "batch": batch, "length": length, "lr": lr, "bf16": bf16}
+    return compare(seed, configs, parameters(reference(width, heads, depth)), **recipe)

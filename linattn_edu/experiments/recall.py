@@ -126,7 +126,7 @@ def _measure(seed, mixers, make, plan, n, *, width, key_dim, batch, lr, device, 
     return {"accuracy": right, "loss": loss, "cache_bytes": held}
 
 
-@experiment(gpu={"pairs": (16, 32, 64), "steps": 2000, "width": 128, "key_dim": 32, "lr": 3e-3})
+@experiment(gpu={"pairs": (16, 32, 64), "steps": 2000, "width": 128, "key_dim": 32, "lr": 3e-3}, parts="mixers")
 def mqar(
     seed, *, device="cpu", mixers=("softmax", "linear", "mamba2", "deltanet", "gated_deltanet", "kda"), pairs=(16,),
     width=64, key_dim=16, steps=400, batch=64, lr=1e-2,
@@ -155,7 +155,7 @@ def mqar(
     ]
 
 
-@experiment(gpu={"keys": 16, "writes": 128, "steps": 2000, "width": 128, "key_dim": 32, "lr": 3e-3})
+@experiment(gpu={"keys": 16, "writes": 128, "steps": 2000, "width": 128, "key_dim": 32, "lr": 3e-3}, parts="mixers")
 def mqar_rebinding(
     seed, *, device="cpu", mixers=("softmax", "linear", "gla", "deltanet", "gated_deltanet"), keys=4, writes=16,
     width=64, key_dim=16, steps=400, batch=64, lr=1e-2,
@@ -183,7 +183,7 @@ def mqar_rebinding(
     return [{"mixer": name, "writes": writes, **_measure(seed, [name], make, plan, writes, **sizes)} for name in mixers]
 
 
-@experiment(gpu={"steps": 2000, "width": 128, "key_dim": 32, "lr": 3e-3})
+@experiment(gpu={"steps": 2000, "width": 128, "key_dim": 32, "lr": 3e-3}, parts="mixers")
 def gate_start(
     seed, *, device="cpu", mixers=("gated_deltanet", "kda"), pairs=16, width=64, key_dim=16, steps=400, batch=64,
     lr=1e-2,

@@ -26,15 +26,15 @@ EXPERIMENTS = {
 """The name of every experiment, and the module of this package that defines it."""
 
 
-def experiment(*, gpu=None):
+def experiment(*, gpu=None, parts=None):
     """Declare a function `f(seed, *, device, ...) -> rows` an experiment.
 
     Its default arguments are the short setting, for one CPU core in less than a minute; `gpu` is what the larger
-    setting changes.
+    setting changes. `parts` names an argument, a sequence, each element of which has rows that depend on no other.
     """
 
     def declare(f):
-        f.gpu = gpu or {}
+        f.gpu, f.parts = gpu or {}, parts
         return f
 
     return declare
@@ -63,7 +63,7 @@ def run(name, seeds=(0,), *, setting="short", workers=1, **changes):
         name: a key of `EXPERIMENTS`.
         seeds: whole numbers; each draws its own data and weights.
         setting: "short" for a CPU, "gpu" for the larger one.
-        workers: seeds that run at a time, each in a process with one thread if more than 1.
+        workers: parts of the experiment, or seeds, that run at a time; if more than 1, in processes of one thread each.
         changes: arguments of the experiment that differ from the setting.
 
     Returns:
@@ -72,13 +72,19 @@ def run(name, seeds=(0,), *, setting="short", workers=1, **changes):
     Raises:
         ValueError: an unknown name or setting.
     """
-    arguments = settings(name, setting) | changes
+    jobs = [(name, seed, part) for seed in seeds for part in _parts(name, settings(name, setting) | changes)]
     if workers == 1:
-        tables = [find(name)(seed, **arguments) for seed in seeds]
+        found = [_one(job) for job in jobs]
     else:
         with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-            tables = list(pool.map(_one, ((name, seed, arguments) for seed in seeds)))
-    return [{"seed": seed, **row} for seed, rows in zip(seeds, tables) for row in rows]
+            found = list(pool.map(_one, jobs))
+    return [{"seed": seed, **row} for (_, seed, _), rows in zip(jobs, found) for row in rows]
+
+
+def _parts(name, arguments):
+    """The arguments of each part of an experiment."""
+    each = find(name).parts
+    return [arguments] if each is None else [arguments | {each: (x,)} for x in arguments[each]]
 
 
 def _one(job):

@@ -120,7 +120,7 @@ def _experiment(seed, make, tokens, classes, *, device, cases, width, heads, ste
     return rows
 
 
-@experiment(gpu={"steps": 3000, "lengths": (32, 64, 128, 256, 512, 1024, 4096)})
+@experiment(gpu={"steps": 3000, "lengths": (32, 64, 128, 256, 512, 1024, 4096)}, parts="cases")
 def parity(
     seed, *, device="cpu", cases=CASES, width=32, heads=2, steps=400, batch=64, length=32, lr=5e-3,
     lengths=(32, 64, 128, 256),
@@ -150,7 +150,7 @@ def parity(
     )  # fmt: skip
 
 
-@experiment(gpu={"steps": 5000, "lengths": (32, 64, 128, 256, 512, 1024)})
+@experiment(gpu={"steps": 5000, "lengths": (32, 64, 128, 256, 512, 1024)}, parts="cases")
 def swaps(
     seed, *, device="cpu", cases=CASES[::2], width=64, heads=4, steps=400, batch=64, length=32, lr=5e-3,
     lengths=(32, 64, 128),
