@@ -63,6 +63,13 @@ def test_notebook_keeps_within_its_budgets(path, code, prose):
     assert sum(bool(tags(cell) & EXEMPT) for cell in code) <= len(code) / 2
 
 
+def test_no_line_of_code_is_cut_off_on_a_laptop(code):
+    """Beyond 92 columns a page of 1280 pixels has to be scrolled sideways; the setup cell is folded away."""
+    for number, cell in enumerate(code[1:], 2):
+        for line in cell.source.splitlines():
+            assert len(line) <= 92, f"code cell {number}, {len(line)} columns: {line}"
+
+
 def test_every_cell_was_executed_in_order(code):
     """nbval compares nothing for a cell that was never executed."""
     counts = [cell.execution_count for cell in code if "nbval-skip" not in tags(cell)]
