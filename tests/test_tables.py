@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from book.tables import feature_maps, kernel_versions, memory, variants
+from book.tables import data_files, feature_maps, kernel_versions, memory, variants
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +63,27 @@ def test_every_version_of_a_kernel_has_a_prediction_a_time_and_a_reason():
     for table in (kernel_versions.host, kernel_versions.walk, kernel_versions.scores, kernel_versions.step, kernel_versions.scan):
         _, *rows = table()
         assert rows and all(change and predicted and why and (forward, backward) != ("–", "–") for change, predicted, forward, backward, why in rows)
+
+
+def test_every_recorded_file_says_where_and_when_it_was_made():
+    files = sorted(data_files.DATA.rglob("*.csv"))
+    tables = data_files.benchmarks()[1:] + data_files.of_experiments()[1:]
+    assert sorted(row[0].strip("`") for row in tables) == sorted(path.stem for path in files)
+    for name, shows, machine, versions, date, command in tables:
+        assert shows and machine and "torch" in versions and len(date) == 10, name
+        assert command == "–" or command.startswith("`python -m linattn_edu."), name
+
+
+def test_a_head_is_read_in_both_forms(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("# NVIDIA T4, torch 2.9.0+cu126, triton 3.5.0, 2026-01-31; errors against float64\na,b\n1,2\n")
+    prose = data_files.head(table)
+    table.write_text("# machine: NVIDIA T4\n# torch: 2.9.0+cu126\n# triton: 3.5.0\n# date: 2026-01-31\na,b\n1,2\n")
+    assert prose == data_files.head(table) == {"machine": "NVIDIA T4", "torch": "2.9.0+cu126", "triton": "3.5.0", "date": "2026-01-31"}
+
+
+def test_tested_versions_are_those_that_are_pinned():
+    tested = {name: version for name, version, *_ in data_files.packages()[1:]}
+    pins = (data_files.ROOT / "requirements.txt").read_text()
+    assert {"Python", "torch", "triton", "numpy", "transformers"} <= tested.keys()
+    assert all(f"{name}=={version}" in pins for name, version in tested.items() if name != "Python")

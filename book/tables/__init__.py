@@ -3,4 +3,4 @@
 A table is a list of rows of Markdown; the first is the header.
 """
 
-from book.tables import feature_maps, kernel_versions, memory, variants  # noqa: F401
+from book.tables import data_files, feature_maps, kernel_versions, memory, variants  # noqa: F401

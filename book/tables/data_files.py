@@ -1,0 +1,74 @@
+"""Every recorded table of the book, read from its head: what it shows, on which machine, with what, when, by which command."""
+
+import inspect
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from linattn_edu import experiments
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "book" / "data"
+PACKAGES = ("python", "torch", "cuda", "triton", "fla", "transformers", "linattn_edu")
+
+SHOWS = {
+    "bench_cpu": "every operator's forms on a CPU: time, memory, error",
+    "bench_h200": "every operator's kernels beside SDPA and FLA in one run: wall and device time, memory, error",
+    "cpu_forms": "every form on a CPU, and how time and memory grow with the tokens",
+    "decode_h200_bfloat16": "one token after a context: the KV cache against the state",
+    "h200_decode": "decoding with whole models after contexts up to a million tokens",
+    "h200_hybrid": "training a hybrid of Gated DeltaNet and gated attention: loss by step",
+    "kernel_versions": "versions of the kernels: prediction, time, reason",
+    "kernels_h200": "errors of the kernels' outputs, states and gradients against float64",
+    "kernels_h200_speed": "first timing of the kernels beside SDPA",
+    "sweep_h200_bfloat16": "time and memory of softmax and linear attention against the tokens, bfloat16",
+    "sweep_h200_float32": "the same in float32",
+}
+"""What the tables of `book/data` show; those of `experiments` say it in their own docstrings."""
+
+
+def head(path):
+    """The facts above a table; a head that is one sentence is taken apart into machine, versions and date."""
+    lines = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
+    facts = dict(line.split(": ", 1) for line in lines if re.match(r"\w+: ", line))
+    for line in lines if "machine" not in facts else ():
+        parts = re.split("[,;] ", line)
+        facts |= {"machine": parts[0]} | dict(part.split(" ") for part in parts if part.split(" ")[0] in PACKAGES)
+        facts |= {"date": part for part in parts if re.fullmatch(r"\d{4}-\d\d-\d\d", part)}
+    return facts
+
+
+def row(path, shows):
+    facts = head(path)
+    versions = ", ".join(f"{name} {facts[name]}" for name in PACKAGES if name in facts)
+    command = f"`{facts['command']}`" if "command" in facts else "–"
+    shows = f"{shows} ({facts['load']})" if "load" in facts else shows
+    return [f"`{path.stem}`", shows, facts["machine"], versions, facts["date"], command]
+
+
+HEADER = ["File", "Shows", "Machine", "Versions", "Date", "Command"]
+
+
+def benchmarks():
+    """The files of `book/data`."""
+    return [HEADER, *(row(path, SHOWS.get(path.stem, "")) for path in sorted(DATA.glob("*.csv")))]
+
+
+def of_experiments():
+    """The files of `book/data/experiments`, with the first sentence of the experiment."""
+    paths = sorted((DATA / "experiments").glob("*.csv"))
+    return [HEADER, *(row(path, inspect.getdoc(experiments.find(path.stem)).splitlines()[0]) for path in paths)]
+
+
+def packages():
+    """What `requirements.txt` pins, and the least that `pyproject.toml` asks for, of what the package itself can use."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {}
+    for use, wanted in {"everything": project["dependencies"], **project["optional-dependencies"]}.items():
+        for name, version in (re.fullmatch(r"([\w-]+)(?:\[.*\])?(.*)", text).groups() for text in wanted):
+            asked.setdefault(name, (version or "any", use))
+    pins = re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    python = [["Python", ".".join(map(str, sys.version_info[:3])), project["requires-python"], "everything"]]
+    asked["triton"] = ("what torch brings", "the kernels on a GPU")
+    return [["Package", "Tested", "Asked for", "For"], *python, *([name, version, *asked[name]] for name, version in pins if name in asked)]
