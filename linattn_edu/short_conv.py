@@ -9,6 +9,8 @@ W - 1 inputs, oldest first, or is zero.
 Source: the block of Gu and Dao 2023 (W = 4); on q, k and v with SiLU in Yang et al. 2024 (2406.06484) and successors.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -45,20 +47,14 @@ def causal_conv(
     """
     sizes = _check(x, weight, bias, activation, "x", "T ")
     validate.flag("output_final_state", output_final_state)
-    bounds = None if cu_seqlens is None else validate.sequence_bounds(cu_seqlens, sizes, x.device)
-    sizes.bind("N", *((sizes["B"], "`x`") if bounds is None else (len(bounds) - 1, "`cu_seqlens`")))
+    packed = cu_seqlens is not None
+    N = validate.sequence_count(cu_seqlens, sizes, x.device) if packed else sizes["B"]
+    sizes.bind("N", N, "`cu_seqlens`" if packed else "`x`")
     if initial_state is None:
-        initial_state = x.new_zeros(sizes["N"], sizes["D"], sizes["W-1"])
+        initial_state = x.new_zeros(N, sizes["D"], sizes["W-1"])
     validate.floating_tensor("initial_state", initial_state, "N D W-1", sizes, like=("x", x))
-    if bounds is None:
-        y, state = _convolve(x, weight, bias, activation, initial_state)
-    else:
-        outputs, states = [x[:, :0]], [initial_state[:0].to(x.dtype)]
-        for n, (start, stop) in enumerate(zip(bounds, bounds[1:])):
-            y, state = _convolve(x[:, start:stop], weight, bias, activation, initial_state[n : n + 1])
-            outputs.append(y)
-            states.append(state)
-        y, state = torch.cat(outputs, 1), torch.cat(states)
+    convolve = partial(_convolve_packed, cu_seqlens.to(x.device, torch.int64)) if packed else _convolve
+    y, state = convolve(x, weight, bias, activation, initial_state)
     return y, state if output_final_state else None
 
 
@@ -96,3 +92,16 @@ def _convolve(x, weight, bias, activation, state):
         y = sum(tap.to(dtype) * exact[:, j : j + T] for j, tap in enumerate(weight.unbind(1)))
         y = y if bias is None else y + bias.to(dtype)
         return ACTIVATIONS[activation](y).to(x.dtype), seen[:, T:].mT.clone()
+
+
+def _convolve_packed(bounds, x, weight, bias, activation, state):
+    """Each sequence behind its own past, all in one row; outputs and last inputs are picked out of it."""
+    N, D, past = state.shape
+    begin = bounds + past * torch.arange(N + 1, device=x.device)  # where the past of each sequence lies in the row
+    before = begin[:-1, None] + torch.arange(past, device=x.device)  # [N, W-1]
+    token = torch.arange(x.shape[1], device=x.device)
+    place = token + past * torch.searchsorted(bounds[:-1], token, right=True)
+    inputs = torch.cat([state.to(x.dtype).mT.flatten(0, 1), x[0]])
+    row = torch.empty_like(inputs).index_copy(0, torch.cat([before.flatten(), place]), inputs)
+    y, _ = _convolve(row[None], weight, bias, activation, x.new_zeros(1, D, past))
+    return y.index_select(1, place), row[before + bounds.diff()[:, None]].mT.contiguous()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linattn_edu import short_conv
 from linattn_edu.short_conv import causal_conv
@@ -119,13 +120,18 @@ def test_step_in_place_overwrites_the_state():
         short_conv.step(x[:, 0], weight, state.float(), bias, inplace=True)
 
 
+PACKED = [[0, 0, 1, 3, 3, 11, 11], [0, 11], [0, 2, 4, 6, 8, 10, 11], [0, 0, 0], [0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_packed_is_separate(dtype):
+@pytest.mark.parametrize("bounds", PACKED)
+@pytest.mark.parametrize("W", [1, 2, 4, 7])
+def test_packed_is_separate(W, bounds, dtype):
     """Report 27 (SkyRL#2056): a packed document must not see the one before it."""
-    bounds = [0, 0, 1, 3, 3, 11, 11]
-    arguments = inputs(B=1, N=6)
+    T, N, tight = bounds[-1], len(bounds) - 1, {"rtol": 1e-12, "atol": 1e-12}
+    arguments = inputs(B=1, T=T, W=W, N=N)
     packed = torch.tensor(bounds, dtype=dtype)
-    draw = torch.randn(1, 11, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    draw = torch.randn(1, T, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     named = with_grad(arguments)
     y, state = causal_conv(**named, activation="silu", cu_seqlens=packed, output_final_state=True)
     grads = torch.autograd.grad((y * draw).sum() + state.square().sum(), list(named.values()))
@@ -133,12 +139,61 @@ def test_packed_is_separate(dtype):
     for n, (start, stop) in enumerate(zip(bounds, bounds[1:])):
         alone = named | {"x": named["x"][:, start:stop], "initial_state": named["initial_state"][n : n + 1]}
         y_n, state_n = causal_conv(**alone, activation="silu", output_final_state=True)
-        assert torch.equal(y[:, start:stop], y_n) and torch.equal(state[n : n + 1], state_n)
+        torch.testing.assert_close(y[:, start:stop], y_n, **tight)
+        assert torch.equal(state[n : n + 1], state_n)
         loss = loss + (y_n * draw[:, start:stop]).sum() + state_n.square().sum()
     for x, expected in zip(grads, torch.autograd.grad(loss, list(named.values())), strict=True):
-        torch.testing.assert_close(x, expected, **TIGHT)
+        torch.testing.assert_close(x, expected, **tight)
     zero = causal_conv(**{key: x for key, x in arguments.items() if key != "initial_state"}, cu_seqlens=packed)[0]
-    assert torch.equal(zero[:, 3], causal_conv(arguments["x"][:, 3:4], arguments["weight"], arguments["bias"])[0][:, 0])
+    for start, stop in zip(bounds, bounds[1:]):
+        expected = causal_conv(arguments["x"][:, start:stop], arguments["weight"], arguments["bias"])[0]
+        torch.testing.assert_close(zero[:, start:stop], expected, **tight)
+
+
+def test_no_sequences_at_all():
+    arguments = inputs(B=1, T=0) | {"initial_state": torch.zeros(0, 3, 3, dtype=torch.float64)}
+    y, state = causal_conv(**arguments, cu_seqlens=torch.tensor([0]), output_final_state=True)
+    assert y.shape == (1, 0, 3) and state.shape == (0, 3, 3)
+
+
+def test_gradcheck_packed():
+    arguments = with_grad(inputs(B=1, T=5, D=2, N=3))
+
+    def function(*xs):
+        named = dict(zip(arguments, xs)) | {"cu_seqlens": torch.tensor([0, 1, 1, 5])}
+        return causal_conv(**named, activation="silu", output_final_state=True)
+
+    assert torch.autograd.gradcheck(function, list(arguments.values()))
+    assert torch.autograd.gradgradcheck(function, list(arguments.values()))
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that run inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        self.count += 1
+        return f(*args, **(kwargs or {}))
+
+
+def test_many_sequences_take_as_many_operations_as_two():
+    counts = []
+    for N in (2, 60):
+        named = with_grad(inputs(B=1, T=60, N=N))
+        with Counter() as counter:
+            y, state = causal_conv(**named, cu_seqlens=torch.arange(0, 61, 60 // N), output_final_state=True)
+            (y.sum() + state.sum()).backward()
+        counts.append(counter.count)
+    assert counts[0] == counts[1]
+
+
+def test_bounds_on_a_device_are_not_read_by_the_host():
+    """Tensors without data stand for those of a GPU: a host that wanted a number of them would fail."""
+    arguments = {key: x.to("meta") for key, x in inputs(B=1, N=3).items()}
+    bounds = torch.tensor([0, 4, 4, 11], device="meta")
+    y, state = causal_conv(**arguments, cu_seqlens=bounds, output_final_state=True)
+    assert y.shape == (1, 11, 3) and state.shape == (3, 3, 3)
 
 
 def test_later_tokens_change_no_bit_of_an_earlier_output():
