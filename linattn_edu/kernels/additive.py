@@ -19,6 +19,7 @@ class Plan:
         self.by_channel, self.packed = gate == "channel", sequences is not None
         self.N = sequences if self.packed else B
         self.config = c = additive(device, dtype, self.K, V, gate, chunk_size)
+        self.parts, self.launches = {}, {}
         programs = B * HV * min(self.blocks(self.K, V), self.blocks(V, self.K))
         self.NS, self.L = self.cut(programs)
         self.segments = T // self.L + self.N if self.packed else B * self.NS
@@ -29,7 +30,6 @@ class Plan:
         digits = 24 - (c.C.bit_length() - 1) if c.dtype == torch.bfloat16 else 40
         self.whole = torch.int32 if digits < 24 else torch.int64
         self.shared = dict(PACKED=self.packed, C=c.C, DTYPE=DTYPES[c.dtype], PRECISION=c.precision, DIGITS=digits)
-        self.launches = {}
 
     def cut(self, programs):
         """Segments a sequence and their tokens: none are cut if the sequences alone keep half of the device busy."""
@@ -40,7 +40,9 @@ class Plan:
 
     def splits(self, X):
         """Programs that share X features, each with a part of the sum in o."""
-        return -(-X // self.config.tile(X, 1)[0])
+        if X not in self.parts:
+            self.parts[X] = -(-X // self.config.tile(X, 1)[0])
+        return self.parts[X]
 
     def blocks(self, X, Y):
         return self.splits(X) * -(-Y // self.config.tile(X, Y)[1])

@@ -6,41 +6,28 @@ import triton.language as tl
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def kind_of(arguments):
-    """What Triton compiles a kernel anew for: dtypes, what is None, integers beyond 32 bits.
-
-    Tensors count as starting at a multiple of 16 bytes, like all that torch allocates; None if one does not.
-    """
-    kind = []
-    for x in arguments:
-        if isinstance(x, torch.Tensor):
-            if x.data_ptr() % 16:
-                return None
-            x = x.dtype
-        elif x is not None:
-            x = type(x) if isinstance(x, float) else x >> 31
-        kind.append(x)
-    return tuple(kind)
-
-
 class Launch:
     """A kernel with its grid and constants, to be called with the other arguments on one device.
 
     Triton's own launch asks each argument anew what it is, which took some 70 us on the host of an H200: more than the
-    kernel, for a short sequence. Arguments of a kind seen before go to what was compiled for them.
+    kernel, for a short sequence. What Triton compiles anew for is the dtype of a tensor, whether it starts at a multiple
+    of 16 bytes, and whether it is there at all; arguments of a kind seen before go to what was compiled for them. The
+    integers are the same, or of the same width, in all calls.
     """
 
     def __init__(self, kernel, grid, **constants):
         self.kernel, self.grid, self.constants, self.compiled = kernel, (*grid, 1, 1)[:3], constants, {}
 
     def __call__(self, *arguments):
-        kind = kind_of(arguments)
+        kind = tuple([
+            (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x is None for x in arguments
+        ])  # fmt: skip
         if kind in self.compiled:
             run, values = self.compiled[kind]
             run(*arguments, *values)
             return
         compiled = self.kernel[self.grid](*arguments, **self.constants)
-        if compiled is not None and kind is not None:  # the interpreter compiles nothing
+        if compiled is not None:  # the interpreter compiles nothing
             values = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
             self.compiled[kind] = compiled[self.grid], values
 
