@@ -41,13 +41,13 @@ def head(path):
 
 def row(path, shows):
     facts = head(path)
-    versions = ", ".join(f"{name} {facts[name]}" for name in PACKAGES if name in facts)
-    command = f"`{facts['command']}`" if "command" in facts else "–"
+    made = [facts["machine"], *(f"{name} {facts[name]}" for name in PACKAGES if name in facts), facts["date"]]
+    command = facts["command"].removesuffix(f" --out {path.relative_to(ROOT)}") if "command" in facts else ""
     shows = f"{shows} ({facts['load']})" if "load" in facts else shows
-    return [f"`{path.stem}`", shows, facts["machine"], versions, facts["date"], command]
+    return [f"`{path.stem}`", shows, ", ".join(made), f"`{command}`" if command else "–"]
 
 
-HEADER = ["File", "Shows", "Machine", "Versions", "Date", "Command"]
+HEADER = ["File", "Shows", "Made on, with, at", "Command"]
 
 
 def benchmarks():

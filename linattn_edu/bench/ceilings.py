@@ -14,23 +14,25 @@ from linattn_edu.bench.measure import seconds
 def copy_rate(device="cpu"):
     """Bytes read plus bytes written a second by a copy that no cache holds.
 
-    A CPU also reads what it is about to overwrite, which is not counted: work in place can be half again as fast.
+    A CPU also reads what it is about to overwrite, and that is not counted.
     """
-    x = torch.ones(2**30 if torch.device(device).type == "cuda" else 2**28, dtype=torch.uint8, device=device)
-    y = torch.zeros_like(x)
-    return 2 * x.nbytes / seconds(lambda: y.copy_(x), device=device, at_least=3, budget=0.1).median
+    size = 2**30 if torch.device(device).type == "cuda" else 2**28
+    x, y = torch.ones(2, size, dtype=torch.uint8, device=device)
+    t = seconds(lambda: y.copy_(x), device=device, at_least=3, budget=0.1)
+    return 2 * size / t.median
 
 
 def product_rate(dtype=torch.float32, device="cpu"):
     """FLOPs a second of PyTorch's product of two square matrices of random numbers."""
     n = 8192 if torch.device(device).type == "cuda" else 1024
     draw = torch.Generator(device).manual_seed(0)
-    x, y = (torch.randn(n, n, generator=draw, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / seconds(lambda: x @ y, device=device, at_least=3, budget=0.1).median
+    x, y = torch.randn(2, n, n, generator=draw, device=device).to(dtype)
+    t = seconds(lambda: x @ y, device=device, at_least=3, budget=0.1)
+    return 2 * n**3 / t.median
 
 
 def launch_seconds(device="cpu", count=200):
-    """Seconds in which the host hands over one operation on one number, in a row of `count` that nobody waits for."""
+    """Seconds of the host for one operation on one number, in a row of `count` that nobody waits for."""
     x = torch.zeros(1, device=device)
 
     def row():
