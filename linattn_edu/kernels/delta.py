@@ -25,8 +25,9 @@ class Plan:
         self.walk_grid, self.walk = (self.N * HV, self.VP // c.BV), walk
         self.intra = walk | dict(BK=c.BK, PRECISE=c.precise, num_stages=1)
         self.intra_backward = walk | dict(BK=c.BK, num_stages=c.stages[1])
-        by_channel = dict(**common, B=c.B, num_stages=1)
-        self.channel, self.channel_backward = (by_channel | dict(num_warps=warps) for warps in c.channel_warps)
+        by_channel = dict(**common, B=16, num_stages=1)
+        self.channel, self.channel_backward = (by_channel | dict(BK=BK, num_warps=n) for BK, n in c.channel)
+        self.parts = c.KP // c.channel[1][0] if gate == "channel" else 1
 
     def rows(self, *shape, dtype):
         """A buffer with one row a token; zero at first where a token may belong to no sequence."""
@@ -56,7 +57,7 @@ def kept_shapes(p):
     """The work arrays of the forward pass that the backward pass reads, U in the end V'."""
     C, KP, VP = p.config.C, p.config.KP, p.VP
     shapes = dict(P=(C, C), M=(C, C), W=(C, KP), U=(VP, C), q_start=(C, KP), k_end=(C, KP), states=(VP, KP))
-    float_shapes = {"none": {}, "scalar": dict(decay=(1,)), "channel": dict(decay=(KP,), G=(C, KP))}[p.gate]
+    float_shapes = {"none": {}, "scalar": dict(decay=(1,)), "channel": dict(decay=(KP,))}[p.gate]
     return shapes, float_shapes
 
 
@@ -79,8 +80,8 @@ def run_forward(
         programs = p.chunks * p.HV
         with on_device(q):
             if programs and p.gate == "channel":
-                delta_channel.channel_intra[programs, p.config.C // p.config.B](
-                    q, k, g, get("P"), A, get("W"), get("q_start"), get("k_end"), get("G"), get("decay"), table, scale,
+                delta_channel.channel_intra[programs * max(p.config.C // 32, 1),](
+                    q, k, g, get("P"), A, get("W"), get("q_start"), get("k_end"), get("decay"), table, scale,
                     *sizes, **p.channel,
                 )  # fmt: skip
             if programs:
@@ -103,7 +104,7 @@ def run_backward(
     shared = torch.float32 if p.HV > p.H else v.dtype
     dq, dk, dv = p.rows(p.K, dtype=shared), p.rows(p.K, dtype=shared), p.rows(p.V, dtype=v.dtype)
     dg = None if g is None else p.rows(*g.shape[3:], dtype=torch.float32)
-    dbeta = p.rows(dtype=torch.float32)
+    dbeta = torch.zeros(p.parts, *beta.shape, dtype=torch.float32, device=p.device)
     dfirst = None if initial_state is None else p.state()
     if not traced and p.N:
         C, KP, sizes, programs = p.config.C, p.config.KP, (p.T, p.NT, p.H, p.HV), p.chunks * p.HV
@@ -125,8 +126,8 @@ def run_backward(
                     *handed, dq, dk, dv, dg, dbeta, table, scale, *sizes, **p.intra_backward,
                 )  # fmt: skip
             if programs and p.gate == "channel":
-                delta_channel.channel_intra_backward[programs,](
-                    q, k, get("G"), beta, *handed, dq, dk, dg, dbeta, table, scale, *sizes, **p.channel_backward,
+                delta_channel.channel_intra_backward[programs * p.parts,](
+                    q, k, g, beta, *handed, dq, dk, dg, dbeta, table, scale, *sizes, p.tokens, **p.channel_backward,
                 )  # fmt: skip
-    dg, dbeta = (None if x is None else dx.view(x.shape) for dx, x in ((dg, g), (dbeta, beta)))
-    return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta, dfirst
+    dg = None if g is None else dg.view(g.shape)
+    return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta.sum(0), dfirst
