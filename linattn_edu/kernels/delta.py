@@ -25,8 +25,8 @@ class Plan:
         self.walk_grid, self.walk = (self.N * HV, self.VP // c.BV), walk
         self.intra = walk | dict(BK=c.BK, PRECISE=c.precise, num_stages=1)
         self.intra_backward = walk | dict(BK=c.BK, num_stages=c.stages[1])
-        by_channel = dict(**common, B=16, num_stages=1)
-        self.channel, self.channel_backward = (by_channel | dict(BK=BK, num_warps=n) for BK, n in c.channel)
+        by_channel = dict(**common, B=16, num_warps=1, num_stages=1)
+        self.channel, self.channel_backward = (by_channel | dict(BK=BK, maxnreg=most) for BK, most in c.channel)
         self.parts = c.KP // c.channel[1][0] if gate == "channel" else 1
 
     def rows(self, *shape, dtype):
@@ -127,7 +127,7 @@ def run_backward(
                 )  # fmt: skip
             if programs and p.gate == "channel":
                 delta_channel.channel_intra_backward[programs * p.parts,](
-                    q, k, g, beta, *handed, dq, dk, dg, dbeta, table, scale, *sizes, p.tokens, **p.channel_backward,
+                    q, k, g, beta, get("decay"), *handed, dq, dk, dg, dbeta, table, scale, *sizes, p.tokens, **p.channel_backward,
                 )  # fmt: skip
     dg = None if g is None else dg.view(g.shape)
     return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta.sum(0), dfirst

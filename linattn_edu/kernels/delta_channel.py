@@ -5,8 +5,10 @@ tokens, and later tokens meet earlier ones across the border inside one such pai
 is that from the earlier one to the border times that from the border to the later one; no factor exceeds 1, whatever
 the gates. Both are decays inside a token's own block: from its start to a later token, from an earlier one to its end.
 
-Sums of log-decays are products with ones on tensor cores, one for each level: nothing is subtracted, so that nothing
-cancels, and where the tile of a warp stays in registers from there through the exponential into the next product.
+The logarithm of each is a sum of its own, made as a product with ones on tensor cores: nothing is subtracted, so that
+nothing cancels. A program is one warp. The result of a product lies in its registers just as the left operand of the
+next one must, so that tiles go from the sum through the exponential into the scores without a move: [tokens, channels]
+forwards, where the scores sum over channels; [channels, tokens] backwards, where gradients sum over tokens.
 """
 
 import triton
@@ -44,7 +46,7 @@ def inside(i, level):
 
 @triton.jit
 def rows(g, at, mask):
-    """Log-decays in powers of two."""
+    """A tile of log-decays in powers of two."""
     return tl.maximum(tl.load(g + at, mask=mask, other=0.0), VANISHING) * LOG2_E
 
 
@@ -75,9 +77,11 @@ def channel_intra(
     K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores P and A = K K^T * D and decayed q and k: one program a value head and 32 tokens, two blocks of 16.
+    """Scores P and A = K K^T * D, decayed q and k, decay: one program a value head and two blocks of B tokens, if C > B.
 
-    Bytes a token and head: reads 2 K and the float32 g, half of k and all of g twice; writes C + 3 K and the float32 A.
+    Bytes a token and head: reads 2 K and the float32 g, half of q and k and all of g twice; writes C + 3 K and the
+    float32 A. FLOPs: 8 B K log2 B for the levels in a block, half of them for sums of log-decays; 12 B K for those sums
+    from and to its ends; 4 B K across the border of two blocks and C K + 2 C K across that of two halves of a chunk.
     """
     c, s, h, first, stop = part_of_chunk(chunks, T, NT, HV, C, (C + B) // (2 * B), PACKED)
     if first >= stop:
@@ -154,7 +158,7 @@ def across(
     q, k, g, P, A, scale, c, s, h, first, stop, H, HV,
     K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the second half of a chunk with the first."""
+    """The scores of the second half of a chunk with the first; both are decayed to the border between them."""
     B: tl.constexpr = C // 2
     i = tl.arange(0, B)
     in_C = ((c * HV + h) * C + i[:, None]) * C + i[None, :]
@@ -183,27 +187,34 @@ def across(
 
 
 @triton.jit
-def sums(g, chosen, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Column i is the sum of the columns j of g with chosen_ji: `sum_where` of a tile that is transposed."""
+def sums(g, chosen, so_far, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """so_far plus, in column i, the columns j of g with chosen_ji: `sum_where` for tiles that are transposed."""
     ones = tl.where(chosen, 1.0, 0.0).to(DTYPE)
     if DTYPE == tl.bfloat16 or PRECISION == "tf32":
         high = g.to(tl.bfloat16)
         low = (g - high.to(tl.float32)).to(DTYPE)
-        return tl.dot(low, ones, tl.dot(high.to(DTYPE), ones, input_precision=PRECISION), input_precision=PRECISION)
+        so_far = tl.dot(high.to(DTYPE), ones, so_far, input_precision=PRECISION)
+        return tl.dot(low, ones, so_far, input_precision=PRECISION)
     else:
-        return tl.dot(g, ones, input_precision=PRECISION)
+        return tl.dot(g, ones, so_far, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV", "tokens"])
 def channel_intra_backward(
-    q, k, g, beta, dP, dA, dQ_s, dK_e, dK_s, ddecay, dq, dk, dg, dbeta, chunks, scale, T, NT, H, HV, tokens,
+    q, k, g, beta, decay, dP, dA, dQ_s, dK_e, dK_s, ddecay, dq, dk, dg, dbeta, chunks, scale, T, NT, H, HV, tokens,
     K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of scores, decayed q and k, and decay to those of q, k and g: one program a chunk, value head
-    and BK channels, its tiles [BK, B] transposed, so that they are left operands of every product.
+    and BK channels. All but dbeta stays inside a channel; `dbeta` [KP / BK, tokens, HV] are the parts of its sum over
+    channels, the first comes in with what is known of it.
 
-    `dbeta` [KP / BK, tokens, HV] holds a part of the sum over channels each, the first comes in with what is known of it.
+    Blocks of B tokens are taken from the last, since dg_m sums over the tokens from m on: what m decays for token i is
+    q_i dq_i, less k_j dk_j of the keys j >= m, which pay for what no decay at m touches. A block meets the earlier ones
+    and the later ones as wholes, and itself level by level. k stands on the left of A too, and dK_s is the gradient of
+    start * k. The gradients of scores are read as [own, other] or [other, own], other tokens along the sum.
+    Bytes a token and head: reads 5 K + 2 C and the float32 g, k, g and dK_e of earlier and q, k, g of later blocks too;
+    writes 2 K and the float32 dg. FLOPs: 8 B K log2 B + 10 C K.
     """
     c, tile_k, h, first, stop = part_of_chunk(chunks, T, NT, HV, C, KP // BK, PACKED)
     if first >= stop:
@@ -211,73 +222,74 @@ def channel_intra_backward(
     N: tl.constexpr = C // B
     i = tl.arange(0, B)
     x = tile_k * BK + tl.arange(0, BK)
+    real = (x < K)[:, None]
     tile = c * HV + h
-    head_qk = h // (HV // H)
+    to_gates = (first * HV + h) * K
+    to_qk = (first * H + h // (HV // H)) * K
+    q, k = q + to_qk, k + to_qk
+    g, dq, dk, dg = g + to_gates, dq + to_gates, dk + to_gates, dg + to_gates
+    beta, dbeta = beta + first * HV + h, dbeta + (tl.cast(tokens, tl.int64) * tile_k + first) * HV + h
+    dP, dA = dP + tile * C * C, dA + tile * C * C
+    dQ_s, dK_e, dK_s = dQ_s + tile * C * KP, dK_e + tile * C * KP, dK_s + tile * C * KP
+    tokens_left = (stop - first).to(tl.int32)
     until = i[:, None] <= i[None, :]
     beyond = i[:, None] > i[None, :]
-    lasting = tl.load(ddecay + tile * KP + x)
-    later = tl.zeros([BK], tl.float32)
+    every = i[:, None] + i[None, :] >= 0
+    later = tl.load(ddecay + tile * KP + x) * tl.load(decay + tile * KP + x)
     for n in range(N):
         b = N - 1 - n
-        t = first + b * B + i
-        row = t * HV + h
-        mask = (t < stop)[None, :] & (x < K)[:, None]
-        at = row[None, :] * K + x[:, None]
-        at_qk = (t * H + head_qk)[None, :] * K + x[:, None]
-        in_k = (tile * C + b * B + i[None, :]) * KP + x[:, None]
-        in_C = tile * C * C + b * B * C + b * B
+        t = b * B + i
+        mask = (t < tokens_left)[None, :] & real
+        at = t[None, :] * (HV * K) + x[:, None]
+        in_k = t[None, :] * KP + x[:, None]
         g_b = rows(g, at, mask)
-        start = tl.exp2(sums(g_b, until, DTYPE, PRECISION))
-        end = tl.exp2(sums(g_b, beyond, DTYPE, PRECISION))
-        kept = tl.exp2(tl.sum(g_b, 1))
         dq_b = tl.zeros([BK, B], tl.float32)
         dk_b = tl.zeros([BK, B], tl.float32)
         dk_left = tl.zeros([BK, B], tl.float32)
-        before = tl.full([BK], 1.0, tl.float32)
-        after = tl.full([BK], 1.0, tl.float32)
-        carried = tl.zeros([BK], tl.float32)
+        before = tl.zeros([BK, B], tl.float32)
+        after = tl.zeros([BK, B], tl.float32)
+        carried = tl.zeros([BK, B], tl.float32)
         for m in range(b):
-            j = b - 1 - m
-            t_j = first + j * B + i
-            mask_j = (t_j < stop)[None, :] & (x < K)[:, None]
-            in_j = (tile * C + j * B + i[None, :]) * KP + x[:, None]
-            g_j = rows(g, (t_j * HV + h)[None, :] * K + x[:, None], mask_j)
-            early = tl.load(k + (t_j * H + head_qk)[None, :] * K + x[:, None], mask=mask_j, other=0.0)
-            early *= tl.exp2(sums(g_j, beyond, DTYPE, PRECISION)) * before[:, None]
-            across = tile * C * C + (b * B + i[None, :]) * C + j * B + i[:, None]
+            j = (b - 1 - m) * B + i
+            mask_j = (j < tokens_left)[None, :] & real
+            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
+            early = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0)
+            early *= tl.exp2(sums(g_j, beyond, before, DTYPE, PRECISION))
+            across = t[None, :] * C + j[:, None]
             dq_b += matmul(early, tl.load(dP + across), DTYPE, PRECISION)
             dk_left += matmul(early, tl.load(dA + across), DTYPE, PRECISION)
-            carried += tl.sum(early * tl.load(dK_e + in_j).to(tl.float32), 1)
-            before *= tl.exp2(tl.sum(g_j, 1))
-        for l in range(b + 1, N):
-            t_l = first + l * B + i
-            mask_l = (t_l < stop)[None, :] & (x < K)[:, None]
-            g_l = rows(g, (t_l * HV + h)[None, :] * K + x[:, None], mask_l)
-            at_l = (t_l * H + head_qk)[None, :] * K + x[:, None]
-            late = tl.exp2(sums(g_l, until, DTYPE, PRECISION)) * after[:, None]
-            across = tile * C * C + (l * B + i[:, None]) * C + b * B + i[None, :]
-            beta_l = tl.load(beta + t_l * HV + h, mask=t_l < stop, other=0.0)[:, None]
-            dk_b += matmul(
-                tl.load(q + at_l, mask=mask_l, other=0.0) * late, scale * tl.load(dP + across), DTYPE, PRECISION
-            )
-            dk_b += matmul(
-                tl.load(k + at_l, mask=mask_l, other=0.0) * late, beta_l * tl.load(dA + across), DTYPE, PRECISION
-            )
-            after *= tl.exp2(tl.sum(g_l, 1))
+            carried += early * tl.load(dK_e + j[None, :] * KP + x[:, None]).to(tl.float32)
+            before = sums(g_j, every, before, DTYPE, PRECISION)
+        for m in range(b + 1, N):
+            j = m * B + i
+            mask_j = (j < tokens_left)[None, :] & real
+            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
+            late = tl.exp2(sums(g_j, until, after, DTYPE, PRECISION))
+            met = tl.load(q + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0) * late
+            across = j[:, None] * C + t[None, :]
+            dk_b += matmul(met, scale * tl.load(dP + across), DTYPE, PRECISION)
+            met = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0) * late
+            beta_j = tl.load(beta + j * HV, mask=j < tokens_left, other=0.0)[:, None]
+            dk_b += matmul(met, beta_j * tl.load(dA + across), DTYPE, PRECISION)
+            after = sums(g_j, every, after, DTYPE, PRECISION)
+        no = tl.zeros([BK, B], tl.float32)
+        start = tl.exp2(sums(g_b, until, no, DTYPE, PRECISION))
         dq_b *= scale * start
         dk_left *= start
-        dk_b *= end
-        q_b = tl.load(q + at_qk, mask=mask, other=0.0).to(tl.float32)
-        k_b = tl.load(k + at_qk, mask=mask, other=0.0).to(tl.float32)
-        beta_b = tl.load(beta + row, mask=t < stop, other=0.0)
-        below = in_C + i[:, None] * C + i[None, :]
-        above = in_C + i[None, :] * C + i[:, None]
+        dk_b *= tl.exp2(sums(g_b, beyond, no, DTYPE, PRECISION))
+        q_b = tl.load(q + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
+        k_b = tl.load(k + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
+        beta_b = tl.load(beta + t * HV, mask=t < tokens_left, other=0.0)
+        below = t[:, None] * C + t[None, :]
+        above = t[None, :] * C + t[:, None]
         dP_b = scale * tl.load(dP + below).to(tl.float32)
         diagonal = tl.sum(tl.where(i[:, None] == i[None, :], dP_b, 0.0), 0)[None, :]
         dP_b += scale * tl.load(dP + above).to(tl.float32)
         dA_b = beta_b[:, None] * tl.load(dA + below).to(tl.float32) + tl.load(dA + above).to(tl.float32)
+        dP_b = dP_b.to(DTYPE)
+        dA_b = dA_b.to(DTYPE)
         for level in tl.static_range(B.bit_length() - 1):
-            own = tl.exp2(sums(g_b, tl.trans(inside(i, level)), DTYPE, PRECISION))
+            own = tl.exp2(sums(g_b, tl.trans(inside(i, level)), no, DTYPE, PRECISION))
             late = (((i >> level) & 1) == 1)[None, :]
             met = matmul(tl.where(late, q_b, k_b) * own, tl.where(pairs(i, level), dP_b, 0.0), DTYPE, PRECISION)
             dq_b = tl.where(late, dq_b + own * met, dq_b)
@@ -285,21 +297,19 @@ def channel_intra_backward(
             met = matmul(k_b * own, tl.where(pairs(i, level), dA_b, 0.0), DTYPE, PRECISION)
             dk_left = tl.where(late, dk_left + own * met, dk_left)
             dk_b = tl.where(late, dk_b, dk_b + own * met)
-        start *= before[:, None]
-        read = scale * start * tl.load(dQ_s + in_k).to(tl.float32)
-        written = end * after[:, None] * tl.load(dK_e + in_k).to(tl.float32)
+        start = tl.exp2(sums(g_b, until, before, DTYPE, PRECISION))
+        dq_b += scale * start * tl.load(dQ_s + in_k).to(tl.float32)
         dk_left += start * tl.load(dK_s + in_k).to(tl.float32)
-        dq_b += read
+        written = tl.exp2(sums(g_b, beyond, after, DTYPE, PRECISION)) * tl.load(dK_e + in_k).to(tl.float32)
         since = q_b * dq_b + k_b * (beta_b[None, :] * dk_left - dk_b)
         tl.store(dq + at, dq_b + diagonal * k_b, mask=mask)
         tl.store(dk + at, dk_b + diagonal * q_b + written + beta_b[None, :] * dk_left, mask=mask)
-        part = dbeta + tile_k * tl.cast(tokens, tl.int64) * HV + row
         db = tl.sum(dk_left * k_b, 0)
         if tile_k == 0:
-            db += tl.load(part, mask=t < stop, other=0.0)
-        tl.store(part, db, mask=t < stop)
-        dg_b = sums(since, i[:, None] >= i[None, :], DTYPE, PRECISION)
-        dg_b += sums(written * k_b, i[:, None] < i[None, :], DTYPE, PRECISION)
-        carried = carried * kept * after + later + lasting * before * kept * after
-        tl.store(dg + at, dg_b + carried[:, None], mask=mask)
+            db += tl.load(dbeta + t * HV, mask=t < tokens_left, other=0.0)
+        tl.store(dbeta + t * HV, db, mask=t < tokens_left)
+        dg_b = sums(carried * tl.exp2(sums(g_b, every, after, DTYPE, PRECISION)), every, no, DTYPE, PRECISION)
+        dg_b = sums(written * k_b, i[:, None] < i[None, :], dg_b, DTYPE, PRECISION)
+        dg_b = sums(since, i[:, None] >= i[None, :], dg_b, DTYPE, PRECISION)
+        tl.store(dg + at, dg_b + later[:, None], mask=mask)
         later += tl.sum(since, 1)
