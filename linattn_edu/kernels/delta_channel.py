@@ -14,7 +14,7 @@ forwards, where the scores sum over channels; [channels, tokens] backwards, wher
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.blocks import matmul, pairs, sum_where
+from linattn_edu.kernels.blocks import matmul, pairs, sum_where, two_terms
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 VANISHING = tl.constexpr(-104.0)
@@ -191,9 +191,8 @@ def sums(g, chosen, so_far, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """so_far plus, in column i, the columns j of g with chosen_ji: `sum_where` for tiles that are transposed."""
     ones = tl.where(chosen, 1.0, 0.0).to(DTYPE)
     if DTYPE == tl.bfloat16 or PRECISION == "tf32":
-        high = g.to(tl.bfloat16)
-        low = (g - high.to(tl.float32)).to(DTYPE)
-        so_far = tl.dot(high.to(DTYPE), ones, so_far, input_precision=PRECISION)
+        high, low = two_terms(g, DTYPE)
+        so_far = tl.dot(high, ones, so_far, input_precision=PRECISION)
         return tl.dot(low, ones, so_far, input_precision=PRECISION)
     else:
         return tl.dot(g, ones, so_far, input_precision=PRECISION)
@@ -235,7 +234,7 @@ def channel_intra_backward(
     until = i[:, None] <= i[None, :]
     beyond = i[:, None] > i[None, :]
     every = i[:, None] + i[None, :] >= 0
-    later = tl.load(ddecay + tile * KP + x) * tl.load(decay + tile * KP + x)
+    later = tl.zeros([BK, B], tl.float32) + (tl.load(ddecay + tile * KP + x) * tl.load(decay + tile * KP + x))[:, None]
     for n in range(N):
         b = N - 1 - n
         t = b * B + i
@@ -283,7 +282,7 @@ def channel_intra_backward(
         below = t[:, None] * C + t[None, :]
         above = t[None, :] * C + t[:, None]
         dP_b = scale * tl.load(dP + below).to(tl.float32)
-        diagonal = tl.sum(tl.where(i[:, None] == i[None, :], dP_b, 0.0), 0)[None, :]
+        diagonal = scale * tl.load(dP + t * (C + 1)).to(tl.float32)[None, :]
         dP_b += scale * tl.load(dP + above).to(tl.float32)
         dA_b = beta_b[:, None] * tl.load(dA + below).to(tl.float32) + tl.load(dA + above).to(tl.float32)
         dP_b = dP_b.to(DTYPE)
@@ -308,8 +307,8 @@ def channel_intra_backward(
         if tile_k == 0:
             db += tl.load(dbeta + t * HV, mask=t < tokens_left, other=0.0)
         tl.store(dbeta + t * HV, db, mask=t < tokens_left)
-        dg_b = sums(carried * tl.exp2(sums(g_b, every, after, DTYPE, PRECISION)), every, no, DTYPE, PRECISION)
+        dg_b = sums(carried * tl.exp2(sums(g_b, every, after, DTYPE, PRECISION)), every, later, DTYPE, PRECISION)
         dg_b = sums(written * k_b, i[:, None] < i[None, :], dg_b, DTYPE, PRECISION)
         dg_b = sums(since, i[:, None] >= i[None, :], dg_b, DTYPE, PRECISION)
-        tl.store(dg + at, dg_b + later[:, None], mask=mask)
-        later += tl.sum(since, 1)
+        tl.store(dg + at, dg_b, mask=mask)
+        later = sums(since, every, later, DTYPE, PRECISION)
