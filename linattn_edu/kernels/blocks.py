@@ -64,16 +64,22 @@ def matmul(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr, acc=None):
 
 
 @triton.jit
+def two_terms(x, DTYPE: tl.constexpr):
+    """x as two terms of the same sign, 8 digits each, which products that round their operands leave as they are."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(DTYPE), (x - high).to(DTYPE)
+
+
+@triton.jit
 def sum_where(chosen, x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Row i is the sum of the rows j of `x` with chosen_ij: on tensor cores cheaper than a scan, and nothing cancels.
 
-    Where products round their operands, x goes in two terms, which together keep 16 digits; ones are exact.
+    Where products round their operands, x goes in `two_terms`; ones are exact.
     """
     ones = tl.where(chosen, 1.0, 0.0).to(DTYPE)
     if DTYPE == tl.bfloat16 or PRECISION == "tf32":
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(DTYPE)
-        return tl.dot(ones, low, tl.dot(ones, high.to(DTYPE), input_precision=PRECISION), input_precision=PRECISION)
+        high, low = two_terms(x, DTYPE)
+        return tl.dot(ones, low, tl.dot(ones, high, input_precision=PRECISION), input_precision=PRECISION)
     else:
         return tl.dot(ones, x, input_precision=PRECISION)
 

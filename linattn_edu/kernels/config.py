@@ -86,13 +86,12 @@ def additive_configuration(capability, dtype, K, V, gate, chunk_size):
 
 
 class Delta(NamedTuple):
-    """For the delta rule: chunk and, where a channel gate cuts it in two, block; dtype of work arrays and operands;
-    precision of float32 products, in the inverse too; features padded, and tiles of features and value channels; stages of
-    the sequential kernels and of the parallel backward one; warps of the two kernels of a channel gate.
+    """For the delta rule: chunk; dtype of work arrays and operands; precision of float32 products, in the inverse too;
+    features padded, and tiles of features and value channels; stages of the sequential kernels and of the parallel backward
+    one; tile of features and most registers a thread, if bounded, of the two kernels of a channel gate.
     """
 
     C: int
-    B: int
     dtype: torch.dtype
     precision: str
     precise: str
@@ -100,7 +99,7 @@ class Delta(NamedTuple):
     BK: int
     BV: int
     stages: tuple
-    channel_warps: tuple
+    channel: tuple
 
 
 def delta(device, dtype, K, chunk_size):
@@ -113,9 +112,9 @@ def delta_configuration(capability, dtype, K, chunk_size):
     float32 for states and gradients. float32 inputs take three TF32 products, or plain float32 before Ampere. The
     inverse gets one kind of product more precise than the inputs, since its rounding errors grow with alike keys.
 
-    On Hopper bfloat16 chunks of 64 tokens run on warp groups, with S^T and
-    V'^T in registers; Triton 3.6 gives wrong results there for tiles narrower than 64, so that none is. Shorter chunks
-    keep to tiles of at most 32 rows, which are multiplied warp by warp.
+    On Hopper bfloat16 chunks of 64 tokens run on warp groups, with S^T and V'^T in registers; Triton 3.6 gives wrong
+    results there for tiles narrower than 64, so that none is. Shorter chunks keep to tiles of at most 32 rows, which are
+    multiplied warp by warp, as are the tiles of a channel gate, whose programs are one warp.
     """
     low = dtype == torch.bfloat16
     tensor_cores = capability >= (8, 0) or capability == INTERPRETED
@@ -126,9 +125,10 @@ def delta_configuration(capability, dtype, K, chunk_size):
     groups = low and C == 64 and capability >= (9, 0)
     KP = max(power_of_two(K), 64 if groups else 16)
     wide = 64 if groups else 32 if tensor_cores else 16
+    narrow = min(KP, 16 if precision != "tf32" else 32)
     return Delta(
-        C=C, B=max(C // 2, 16), dtype=torch.bfloat16 if low else torch.float32, precision=precision,
+        C=C, dtype=torch.bfloat16 if low else torch.float32, precision=precision,
         precise="ieee" if not tensor_cores else "tf32" if low else "tf32x3",
         KP=KP, BK=min(KP, wide), BV=wide if KP <= 128 else min(wide, 16),
-        stages=(3, 2) if groups else (2, 1) if roomy and KP <= 128 else (1, 1), channel_warps=(4 if KP <= 128 else 8, 8),
+        stages=(3, 2) if groups else (2, 1) if roomy and KP <= 128 else (1, 1), channel=((narrow, None), (narrow, None)),
     )  # fmt: skip

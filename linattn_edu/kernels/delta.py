@@ -23,8 +23,7 @@ class Plan:
         self.chunks = self.T // c.C + self.N if self.packed else B * self.NT
         common = dict(K=self.K, C=c.C, KP=c.KP, PACKED=self.packed, DTYPE=DTYPES[c.dtype], PRECISION=c.precision)
         walk = dict(**common, V=V, VP=self.VP, BV=c.BV, GATE=gate, num_warps=4)
-        by_channel = dict(**common, B=c.B, num_stages=1)
-        each_chunk, each_sequence, C = self.chunks * HV, (self.N * HV, self.VP // c.BV), c.C
+        each_chunk, each_sequence = self.chunks * HV, (self.N * HV, self.VP // c.BV)
         forward, backward = delta_forward, delta_backward
 
         def saving(save):
@@ -38,16 +37,20 @@ class Plan:
         self.intra_backward = Launch(
             backward.delta_intra_backward, (each_chunk,), **walk, BK=c.BK, num_stages=c.stages[1]
         )
-        warps, warps_back = c.channel_warps
-        self.channel = Launch(delta_channel.channel_intra, (each_chunk, C // c.B), **by_channel, num_warps=warps)
+        by_channel = dict(**common, B=16, num_warps=1, num_stages=1)
+        (BK, registers), (BK_back, registers_back) = c.channel
+        self.parts = c.KP // BK_back if gate == "channel" else 1
+        self.channel = Launch(
+            delta_channel.channel_intra, (each_chunk * max(c.C // 32, 1),), **by_channel, BK=BK, maxnreg=registers
+        )
         self.channel_backward = Launch(
-            delta_channel.channel_intra_backward, (each_chunk,), **by_channel, num_warps=warps_back
+            delta_channel.channel_intra_backward, (each_chunk * self.parts,), **by_channel, BK=BK_back, maxnreg=registers_back
         )
 
-    def rows(self, *shape, dtype):
-        """A buffer with one row a token; zero at first where a token may belong to no sequence."""
+    def rows(self, *shape, dtype, parts=1):
+        """A buffer with one row a token, or several to be added up; zero at first where a token may have no sequence."""
         make = torch.zeros if self.packed else torch.empty
-        return make(self.tokens, self.HV, *shape, dtype=dtype, device=self.device)
+        return make(parts * self.tokens, self.HV, *shape, dtype=dtype, device=self.device)
 
     def work(self, shapes, dtype=None):
         """Memory for arrays with one tile of a shape a chunk and value head, in one piece: an allocation costs 8 us."""
@@ -79,7 +82,7 @@ def kept_shapes(p, save=True):
     C, KP, VP = p.config.C, p.config.KP, p.VP
     shapes = dict(P=(C, C), W=(C, KP), U=(VP, C), q_start=(C, KP), k_end=(C, KP))
     shapes |= dict(M=(C, C), states=(VP, KP)) if save else {}
-    return shapes, {"none": {}, "scalar": dict(decay=(1,)), "channel": dict(decay=(KP,), G=(C, KP))}[p.gate]
+    return shapes, {"none": {}, "scalar": dict(decay=(1,)), "channel": dict(decay=(KP,))}[p.gate]
 
 
 def named(p, kept, save=True):
@@ -112,9 +115,8 @@ def run_forward(
             if p.gate == "channel":
                 A = p.work(dict(A=(p.config.C, p.config.C)), torch.float32)
                 p.channel(
-                    q, k, g, get("P"), A, get("W"), get("q_start"), get("k_end"), get("G"), get("decay"), table, scale,
-                    *sizes,
-                )  # fmt: skip
+                    q, k, g, get("P"), A, get("W"), get("q_start"), get("k_end"), get("decay"), table, scale, *sizes
+                )
             intra(
                 q, k, v, g, beta, A, get("P"), get("M"), get("W"), get("U"), get("q_start"), get("k_end"), get("decay"),
                 table, scale, *sizes,
@@ -134,7 +136,7 @@ def run_backward(
     shared = torch.float32 if p.HV > p.H else v.dtype
     dq, dk, dv = p.rows(p.K, dtype=shared), p.rows(p.K, dtype=shared), p.rows(p.V, dtype=v.dtype)
     dg = None if g is None else p.rows(*g.shape[3:], dtype=torch.float32)
-    dbeta = p.rows(dtype=torch.float32)
+    dbeta = p.rows(dtype=torch.float32, parts=p.parts)
     dfirst = None if initial_state is None else p.state()
     if not traced:
         sizes = p.T, p.NT, p.H, p.HV
@@ -154,6 +156,9 @@ def run_backward(
                 *(handed or [None] * 6), dq, dk, dv, dg, dbeta, table, scale, *sizes,
             )  # fmt: skip
             if p.gate == "channel":
-                p.channel_backward(q, k, get("G"), beta, *handed, dq, dk, dg, dbeta, table, scale, *sizes)
-    dg, dbeta = (None if x is None else dx.view(x.shape) for dx, x in ((dg, g), (dbeta, beta)))
+                p.channel_backward(
+                    q, k, g, beta, get("decay"), *handed, dq, dk, dg, dbeta, table, scale, *sizes, p.tokens
+                )
+    dg = None if g is None else dg.view(g.shape)
+    dbeta = dbeta.view(beta.shape) if p.parts == 1 else dbeta.view(p.parts, *beta.shape).sum(0)
     return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta, dfirst

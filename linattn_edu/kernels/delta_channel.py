@@ -3,221 +3,312 @@
 A chunk is C tokens, C a power of two. At each level it falls into pairs of neighbouring blocks of h = 1, 2, 4, ... C/2
 tokens, and later tokens meet earlier ones across the border inside one such pair exactly once. The decay between the two
 is that from the earlier one to the border times that from the border to the later one; no factor exceeds 1, whatever
-the gates. With G the running sum of the log-decays, both are exp(-|G_i - G_border|): one exponential a token and level.
+the gates. Both are decays inside a token's own block: from its start to a later token, from an earlier one to its end.
+
+The logarithm of each is a sum of its own, made as a product with ones on tensor cores: nothing is subtracted, so that
+nothing cancels. A program is one warp. The result of a product lies in its registers just as the left operand of the
+next one must, so that tiles go from the sum through the exponential into the scores without a move: [tokens, channels]
+forwards, where the scores sum over channels; [channels, tokens] backwards, where gradients sum over tokens.
 """
 
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.blocks import chunk_of_program, matmul, pairs, sum_where
+from linattn_edu.kernels.blocks import matmul, pairs, sum_where, two_terms
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 VANISHING = tl.constexpr(-104.0)
-"""exp(-104) is 0 in float32: a stronger gate does the same, but would cost the running sum its digits."""
+"""exp(-104) is 0 in float32: a stronger gate does the same, but would cost a sum its digits."""
 
 
 @triton.jit
-def running_decay(g, i, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """G_i = g_1 + ... + g_i in powers of two, for every channel."""
-    return sum_where(i[:, None] >= i[None, :], tl.maximum(g, VANISHING) * LOG2_E, DTYPE, PRECISION)
+def part_of_chunk(chunks, T, NT, HV, C: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr):
+    """Chunk, one of its parts, value head, first token of the chunk and end of the sequence."""
+    part = tl.program_id(0).to(tl.int64) // HV
+    c = part // PARTS
+    if PACKED:
+        first = tl.load(chunks + 2 * c)
+        stop = tl.load(chunks + 2 * c + 1)
+    else:
+        n = c // NT
+        first = n * T + (c - n * NT) * C
+        stop = (n + 1) * T
+    return c, (part - c * PARTS).to(tl.int32), tl.program_id(0) % HV, first, stop
 
 
 @triton.jit
-def border_decay(G, at_G, i, level, KP: tl.constexpr):
-    """exp(-|G_i - G_border|), G being the rows at `at_G`; the border is the last token of the earlier block."""
-    h = 1 << level
-    border = (i & -(2 * h)) + h - 1
-    return tl.exp2(-tl.abs(G - tl.load(at_G + border[:, None] * KP)))
+def inside(i, level):
+    """[i, j]: true where j lies between token i and the border of its pair, in the block of 2^level tokens of i."""
+    block = i >> level
+    late = ((block & 1) == 1)[:, None]
+    return (block[:, None] == block[None, :]) & ((i[:, None] >= i[None, :]) == late)
 
 
 @triton.jit
-def channel_scores(
-    q, k, G, at_G, i, B: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """P_ij = sum_c q_ic k_jc exp(G_ic - G_jc) for j <= i in a block of B tokens, and A, the same of k and k for
-    j < i. The decays of a level serve both. What stands above the diagonal means nothing.
-    """
-    P = tl.where(i[:, None] == i[None, :], tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
-    A = tl.zeros([B, B], tl.float32)
-    for level in range(B.bit_length() - 1):
-        decay = border_decay(G, at_G, i, level, KP)
-        late = (((i >> level) & 1) == 1)[:, None]
-        met = (tl.where(late, q, k) * decay).to(DTYPE)
-        P = tl.where(pairs(i, level), matmul(met, tl.trans(met), DTYPE, PRECISION), P)
-        met = (k * decay).to(DTYPE)
-        A = tl.where(pairs(i, level), matmul(met, tl.trans(met), DTYPE, PRECISION), A)
+def rows(g, at, mask):
+    """A tile of log-decays in powers of two."""
+    return tl.maximum(tl.load(g + at, mask=mask, other=0.0), VANISHING) * LOG2_E
+
+
+@triton.jit
+def decays(g, i, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """From the start of a block to each token, from each token to the end, and over the whole block, from log-decays g."""
+    start = tl.exp2(sum_where(i[:, None] >= i[None, :], g, DTYPE, PRECISION))
+    end = tl.exp2(sum_where(i[:, None] < i[None, :], g, DTYPE, PRECISION))
+    return start, end, tl.exp2(tl.sum(g, 0))
+
+
+@triton.jit
+def block_scores(P, A, q, k, g, i, B: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """P_ij + sum_c q_ic k_jc exp(G_ic - G_jc) for j <= i in a block of B tokens, and the same of k and k for A, j < i."""
+    P = tl.where(i[:, None] == i[None, :], P + matmul(q, tl.trans(k), DTYPE, PRECISION), P)
+    for level in tl.static_range(B.bit_length() - 1):
+        own = tl.exp2(sum_where(inside(i, level), g, DTYPE, PRECISION))
+        k_T = tl.trans((k * own).to(DTYPE))
+        met = pairs(i, level) & (i[:, None] > i[None, :])
+        P = tl.where(met, P + matmul(q * own, k_T, DTYPE, PRECISION), P)
+        A = tl.where(met, A + matmul(k * own, k_T, DTYPE, PRECISION), A)
     return P, A
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
 def channel_intra(
-    q, k, g, P, A, k_start, q_start, k_end, G, decay, chunks, scale, T, NT, H, HV,
-    K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, B: tl.constexpr,
+    q, k, g, P, A, k_start, q_start, k_end, decay, chunks, scale, T, NT, H, HV,
+    K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores and decayed q and k: one program a value head and block of B tokens, of which a chunk has one or two.
+    """Scores P and A = K K^T * D, decayed q and k, decay: one program a value head and two blocks of B tokens, if C > B.
 
-    The later block of two also meets the earlier one, across the border between them.
-    Bytes a token and head: reads 2 K and the float32 g, half of k and all of g twice; writes C + 3 K and the float32 A
-    and G. FLOPs: 4 B K log2 B + 2 B K.
+    Bytes a token and head: reads 2 K and the float32 g, half of q and k and all of g twice; writes C + 3 K and the
+    float32 A. FLOPs: 8 B K log2 B for the levels in a block, half of them for sums of log-decays; 12 B K for those sums
+    from and to its ends; 4 B K across the border of two blocks and C K + 2 C K across that of two halves of a chunk.
     """
-    c, h, first, stop = chunk_of_program(chunks, T, NT, HV, C, PACKED)
+    c, s, h, first, stop = part_of_chunk(chunks, T, NT, HV, C, (C + B) // (2 * B), PACKED)
     if first >= stop:
         return
-    s = tl.program_id(1)
     i = tl.arange(0, B)
-    x = tl.arange(0, KP)
-    t = first + s * B + i
-    mask = (t < stop)[:, None] & (x < K)[None, :]
-    at_qk = (t * H + h // (HV // H))[:, None] * K + x[None, :]
+    t = first + 2 * s * B + i
     tile = c * HV + h
-    at_G = G + (tile * C + s * B) * KP + x[None, :]
-    in_k = (tile * C + s * B + i[:, None]) * KP + x[None, :]
-    in_C = (tile * C + s * B + i[:, None]) * C + i[None, :]
-    q_c = tl.load(q + at_qk, mask=mask, other=0.0)
-    k_c = tl.load(k + at_qk, mask=mask, other=0.0)
-    g_c = tl.load(g + (t * HV + h)[:, None] * K + x[None, :], mask=mask, other=0.0)
-    since_block = running_decay(g_c, i, DTYPE, PRECISION)
-    total = tl.sum(tl.maximum(g_c, VANISHING) * LOG2_E, 0)
-    before = tl.zeros([KP], tl.float32)
-    after = tl.zeros([KP], tl.float32)
-    if B < C:
-        t_other = first + (1 - s) * B + i
-        mask_other = (t_other < stop)[:, None] & (x < K)[None, :]
-        g_other = tl.load(g + (t_other * HV + h)[:, None] * K + x[None, :], mask=mask_other, other=0.0)
-        total_other = tl.sum(tl.maximum(g_other, VANISHING) * LOG2_E, 0)
-        if s == 1:
-            before += total_other
-            to_border = tl.exp2(
-                tl.minimum(total_other[None, :] - running_decay(g_other, i, DTYPE, PRECISION), 0.0)
-            )
-            at_other = (t_other * H + h // (HV // H))[:, None] * K + x[None, :]
-            early = tl.load(k + at_other, mask=mask_other, other=0.0) * to_border
-            late = tl.exp2(since_block)
-            P_across = scale * matmul(q_c * late, tl.trans(early), DTYPE, PRECISION)
-            tl.store(P + in_C, P_across)
-            tl.store(A + in_C, matmul(k_c * late, tl.trans(early), DTYPE, PRECISION))
-        else:
-            after += total_other
-            tl.store(P + in_C + B, tl.zeros([B, B], tl.float32))
-    G_c = before[None, :] + since_block
-    tl.store(G + in_k, G_c)
-    start = tl.exp2(G_c)
-    tl.store(q_start + in_k, scale * start * q_c)
-    tl.store(k_start + in_k, start * k_c)
-    tl.store(k_end + in_k, tl.exp2(tl.minimum(total[None, :] - since_block, 0.0) + after[None, :]) * k_c)
-    tl.store(decay + tile * KP + x, tl.exp2(before + total + after))
-    tl.debug_barrier()  # what follows reads rows of G that other threads have written
-    P_c, A_c = channel_scores(q_c, k_c, G_c, at_G, i, B, KP, DTYPE, PRECISION)
-    tl.store(P + in_C + s * B, tl.where(i[:, None] >= i[None, :], scale * P_c, 0.0))
-    tl.store(A + in_C + s * B, A_c)
+    row = t * HV + h
+    row_qk = t * H + h // (HV // H)
+    in_K = (tile * C + 2 * s * B + i[:, None]) * KP
+    in_C = (tile * C + 2 * s * B + i[:, None]) * C + 2 * s * B + i[None, :]
+    P_0 = tl.zeros([B, B], tl.float32)
+    A_0 = tl.zeros([B, B], tl.float32)
+    P_1 = tl.zeros([B, B], tl.float32)
+    A_1 = tl.zeros([B, B], tl.float32)
+    P_met = tl.zeros([B, B], tl.float32)
+    A_met = tl.zeros([B, B], tl.float32)
+    for k0 in range(0, KP, BK):
+        x = k0 + tl.arange(0, BK)
+        mask = (t < stop)[:, None] & (x < K)[None, :]
+        q_0 = tl.load(q + row_qk[:, None] * K + x[None, :], mask=mask, other=0.0)
+        k_0 = tl.load(k + row_qk[:, None] * K + x[None, :], mask=mask, other=0.0)
+        g_0 = rows(g, row[:, None] * K + x[None, :], mask)
+        start_0, end_0, kept = decays(g_0, i, DTYPE, PRECISION)
+        P_0, A_0 = block_scores(P_0, A_0, q_0, k_0, g_0, i, B, DTYPE, PRECISION)
+        if C > B:
+            mask = (t + B < stop)[:, None] & (x < K)[None, :]
+            q_1 = tl.load(q + (row_qk + B * H)[:, None] * K + x[None, :], mask=mask, other=0.0)
+            k_1 = tl.load(k + (row_qk + B * H)[:, None] * K + x[None, :], mask=mask, other=0.0)
+            g_1 = rows(g, (row + B * HV)[:, None] * K + x[None, :], mask)
+            start_1, end_1, kept_1 = decays(g_1, i, DTYPE, PRECISION)
+            early = tl.trans((k_0 * end_0).to(DTYPE))
+            P_met += matmul(q_1 * start_1, early, DTYPE, PRECISION)
+            A_met += matmul(k_1 * start_1, early, DTYPE, PRECISION)
+            P_1, A_1 = block_scores(P_1, A_1, q_1, k_1, g_1, i, B, DTYPE, PRECISION)
+            start_1 *= kept[None, :]
+            end_0 *= kept_1[None, :]
+            kept *= kept_1
+            if C > 2 * B:
+                j = tl.arange(0, 2 * B)
+                t_other = first + 2 * (1 - s) * B + j
+                mask = (t_other < stop)[:, None] & (x < K)[None, :]
+                other = tl.exp2(tl.sum(rows(g, (t_other * HV + h)[:, None] * K + x[None, :], mask), 0))
+                kept *= other
+                before = tl.where(s == 1, other, 1.0)[None, :]
+                after = tl.where(s == 1, 1.0, other)[None, :]
+                start_0 *= before
+                start_1 *= before
+                end_0 *= after
+                end_1 *= after
+            in_k = in_K + B * KP + x[None, :]
+            tl.store(q_start + in_k, scale * start_1 * q_1)
+            tl.store(k_start + in_k, start_1 * k_1)
+            tl.store(k_end + in_k, end_1 * k_1)
+        in_k = in_K + x[None, :]
+        tl.store(q_start + in_k, scale * start_0 * q_0)
+        tl.store(k_start + in_k, start_0 * k_0)
+        tl.store(k_end + in_k, end_0 * k_0)
+        tl.store(decay + tile * KP + x, kept)
+    tl.store(P + in_C, scale * P_0)
+    tl.store(A + in_C, A_0)
+    if C > B:
+        tl.store(P + in_C + B, tl.zeros([B, B], tl.float32))
+        tl.store(P + in_C + B * C, scale * P_met)
+        tl.store(A + in_C + B * C, A_met)
+        tl.store(P + in_C + B * C + B, scale * P_1)
+        tl.store(A + in_C + B * C + B, A_1)
+    if C > 2 * B:
+        across(q, k, g, P, A, scale, c, s, h, first, stop, H, HV, K, C, KP, BK, DTYPE, PRECISION)
 
 
 @triton.jit
-def channel_scores_gradient(
-    dX, late_x, early_x, G, at_G, i, B: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """The gradients of x_i and y_j in the scores X_ij = sum_c x_ic y_jc exp(G_ic - G_jc), j < i, of a block of B tokens.
+def across(
+    q, k, g, P, A, scale, c, s, h, first, stop, H, HV,
+    K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The scores of the second half of a chunk with the first; both are decayed to the border between them."""
+    B: tl.constexpr = C // 2
+    i = tl.arange(0, B)
+    in_C = ((c * HV + h) * C + i[:, None]) * C + i[None, :]
+    if s == 0:
+        tl.store(P + in_C + B, tl.zeros([B, B], tl.float32))
+    else:
+        P_c = tl.zeros([B, B], tl.float32)
+        A_c = tl.zeros([B, B], tl.float32)
+        t = first + i
+        row = t * HV + h
+        row_qk = t * H + h // (HV // H)
+        for k0 in range(0, KP, BK):
+            x = k0 + tl.arange(0, BK)
+            mask = (t < stop)[:, None] & (x < K)[None, :]
+            to_end = sum_where(i[:, None] < i[None, :], rows(g, row[:, None] * K + x[None, :], mask), DTYPE, PRECISION)
+            early = tl.load(k + row_qk[:, None] * K + x[None, :], mask=mask, other=0.0) * tl.exp2(to_end)
+            early = tl.trans(early.to(DTYPE))
+            mask = (t + B < stop)[:, None] & (x < K)[None, :]
+            g_x = rows(g, (row + B * HV)[:, None] * K + x[None, :], mask)
+            late = tl.exp2(sum_where(i[:, None] >= i[None, :], g_x, DTYPE, PRECISION))
+            at = (row_qk + B * H)[:, None] * K + x[None, :]
+            P_c += matmul(late * tl.load(q + at, mask=mask, other=0.0), early, DTYPE, PRECISION)
+            A_c += matmul(late * tl.load(k + at, mask=mask, other=0.0), early, DTYPE, PRECISION)
+        tl.store(P + in_C + B * C, scale * P_c)
+        tl.store(A + in_C + B * C, A_c)
 
-    `dX` is the gradient of X below the diagonal and its transpose above: at each level a token is later or earlier, and
-    its row holds the gradients of all that it meets, one product for both.
-    """
-    dx = tl.zeros([B, KP], tl.float32)
-    dy = tl.zeros([B, KP], tl.float32)
-    for level in range(B.bit_length() - 1):
-        decay = border_decay(G, at_G, i, level, KP)
-        late = (((i >> level) & 1) == 1)[:, None]
-        met = tl.where(late, late_x, early_x) * decay
-        met = decay * matmul(tl.where(pairs(i, level), dX, 0.0), met, DTYPE, PRECISION)
-        dx += tl.where(late, met, 0.0)
-        dy += tl.where(late, 0.0, met)
-    return dx, dy
+
+@triton.jit
+def sums(g, chosen, so_far, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """so_far plus, in column i, the columns j of g with chosen_ji: `sum_where` for tiles that are transposed."""
+    ones = tl.where(chosen, 1.0, 0.0).to(DTYPE)
+    if DTYPE == tl.bfloat16 or PRECISION == "tf32":
+        high, low = two_terms(g, DTYPE)
+        so_far = tl.dot(high, ones, so_far, input_precision=PRECISION)
+        return tl.dot(low, ones, so_far, input_precision=PRECISION)
+    else:
+        return tl.dot(g, ones, so_far, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
+@triton.jit(do_not_specialize=["T", "NT", "H", "HV", "tokens"])
 def channel_intra_backward(
-    q, k, G, beta, dP, dA, dQ_s, dK_e, dK_s, ddecay, dq, dk, dg, dbeta, chunks, scale, T, NT, H, HV,
-    K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, B: tl.constexpr,
+    q, k, g, beta, decay, dP, dA, dQ_s, dK_e, dK_s, ddecay, dq, dk, dg, dbeta, chunks, scale, T, NT, H, HV, tokens,
+    K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of scores, decayed q and k, and decay to those of q, k and g: one program a chunk and value head.
+    """From the gradients of scores, decayed q and k, and decay to those of q, k and g: one program a chunk, value head
+    and BK channels. All but dbeta stays inside a channel; `dbeta` [KP / BK, tokens, HV] are the parts of its sum over
+    channels, the first comes in with what is known of it.
 
-    The one or two blocks of the chunk are taken from the last, since dg_m sums over the tokens from m on: what m decays
-    for token i is q_i dq_i, less k_j dk_j of the keys j >= m, which pay for what no decay at m touches. k stands on the
-    left of A too, and dK_s is the gradient of start * k; `dbeta` comes in with what is known of it.
-    Bytes a token and head: reads 5 K + 2 C and the float32 G, half of k, q and G twice; writes 2 K and the float32 dg.
-    FLOPs: 4 B K log2 B + 4 B K.
+    Blocks of B tokens are taken from the last, since dg_m sums over the tokens from m on: what m decays for token i is
+    q_i dq_i, less k_j dk_j of the keys j >= m, which pay for what no decay at m touches. A block meets the earlier ones
+    and the later ones as wholes, and itself level by level. k stands on the left of A too, and dK_s is the gradient of
+    start * k. The gradients of scores are read as [own, other] or [other, own], other tokens along the sum.
+    Bytes a token and head: reads 5 K + 2 C and the float32 g, k, g and dK_e of earlier and q, k, g of later blocks too;
+    writes 2 K and the float32 dg. FLOPs: 8 B K log2 B + 10 C K.
     """
-    c, h, first, stop = chunk_of_program(chunks, T, NT, HV, C, PACKED)
+    c, tile_k, h, first, stop = part_of_chunk(chunks, T, NT, HV, C, KP // BK, PACKED)
     if first >= stop:
         return
+    N: tl.constexpr = C // B
     i = tl.arange(0, B)
-    x = tl.arange(0, KP)
+    x = tile_k * BK + tl.arange(0, BK)
+    real = (x < K)[:, None]
     tile = c * HV + h
-    at_C = tile * C * C
-    at_k = tile * C * KP + x[None, :]
-    head_qk = h // (HV // H)
-    G_last = tl.load(G + tile * C * KP + (C - 1) * KP + x)[None, :]
-    G_border = tl.load(G + tile * C * KP + (B - 1) * KP + x)[None, :]
-    lasting = tl.load(ddecay + tile * KP + x)[None, :] * tl.exp2(G_last)
-    later = tl.zeros([1, KP], tl.float32)
-    for n in range(C // B):
-        s = C // B - 1 - n
-        t = first + s * B + i
-        row = t * HV + h
-        mask = (t < stop)[:, None] & (x < K)[None, :]
-        at = row[:, None] * K + x[None, :]
-        at_qk = (t * H + head_qk)[:, None] * K + x[None, :]
-        in_k = at_k + (s * B + i[:, None]) * KP
-        at_G = G + at_k + s * B * KP
-        in_C = at_C + (s * B + i[:, None]) * C + s * B + i[None, :]
-        q_c = tl.load(q + at_qk, mask=mask, other=0.0).to(tl.float32)
-        k_c = tl.load(k + at_qk, mask=mask, other=0.0).to(tl.float32)
-        G_c = tl.load(G + in_k)
-        dP_c = scale * tl.load(dP + in_C).to(tl.float32)
-        diagonal = tl.sum(tl.where(i[:, None] == i[None, :], dP_c, 0.0), 1)[:, None]
-        dq_c, dk_c = channel_scores_gradient(dP_c + tl.trans(dP_c), q_c, k_c, G_c, at_G, i, B, KP, DTYPE, PRECISION)
-        b = tl.load(beta + row, mask=t < stop, other=0.0)[:, None]
-        dA_c = tl.load(dA + in_C).to(tl.float32)
-        dA_c += tl.trans(b * dA_c)
-        dk_left, dk_right = channel_scores_gradient(dA_c, k_c, k_c, G_c, at_G, i, B, KP, DTYPE, PRECISION)
-        if B < C:
-            # The tile of dP and dA of later and earlier block, as [own, other].
-            across = at_C + B * C + tl.where(s == 1, i[:, None] * C + i[None, :], i[None, :] * C + i[:, None])
-            is_late = s.to(tl.float32)
-            t_other = first + (1 - s) * B + i
-            mask_other = (t_other < stop)[:, None] & (x < K)[None, :]
-            at_other = (t_other * H + head_qk)[:, None] * K + x[None, :]
-            own = tl.exp2(-tl.abs(G_c - G_border))
-            other = tl.exp2(-tl.abs(tl.load(G + at_k + ((1 - s) * B + i[:, None]) * KP) - G_border))
-            k_other = tl.load(k + at_other, mask=mask_other, other=0.0).to(tl.float32)
-            q_other = tl.load(q + at_other, mask=mask_other, other=0.0).to(tl.float32)
-            met = tl.where(s == 1, k_other, q_other) * other
-            met = scale * own * matmul(tl.load(dP + across), met, DTYPE, PRECISION)
-            dq_c += is_late * met
-            dk_c += (1.0 - is_late) * met
-            b_other = tl.load(beta + t_other * HV + h, mask=t_other < stop, other=0.0)[None, :]
-            dA_across = tl.load(dA + across).to(tl.float32) * tl.where(s == 1, 1.0, b_other)
-            met = own * matmul(dA_across, k_other * other, DTYPE, PRECISION)
-            dk_left += is_late * met
-            dk_right += (1.0 - is_late) * met
-        start = tl.exp2(G_c)
-        read = scale * start * tl.load(dQ_s + in_k).to(tl.float32)
-        written = tl.exp2(tl.minimum(G_last - G_c, 0.0)) * tl.load(dK_e + in_k).to(tl.float32)
-        since = q_c * (dq_c + read) - k_c * dk_c
-        tl.store(dq + at, dq_c + diagonal * k_c + read, mask=mask)
-        dk_c += diagonal * q_c + written
+    to_gates = (first * HV + h) * K
+    to_qk = (first * H + h // (HV // H)) * K
+    q, k = q + to_qk, k + to_qk
+    g, dq, dk, dg = g + to_gates, dq + to_gates, dk + to_gates, dg + to_gates
+    beta, dbeta = beta + first * HV + h, dbeta + (tl.cast(tokens, tl.int64) * tile_k + first) * HV + h
+    dP, dA = dP + tile * C * C, dA + tile * C * C
+    dQ_s, dK_e, dK_s = dQ_s + tile * C * KP, dK_e + tile * C * KP, dK_s + tile * C * KP
+    tokens_left = (stop - first).to(tl.int32)
+    until = i[:, None] <= i[None, :]
+    beyond = i[:, None] > i[None, :]
+    every = i[:, None] + i[None, :] >= 0
+    later = tl.zeros([BK, B], tl.float32) + (tl.load(ddecay + tile * KP + x) * tl.load(decay + tile * KP + x))[:, None]
+    for n in range(N):
+        b = N - 1 - n
+        t = b * B + i
+        mask = (t < tokens_left)[None, :] & real
+        at = t[None, :] * (HV * K) + x[:, None]
+        in_k = t[None, :] * KP + x[:, None]
+        g_b = rows(g, at, mask)
+        dq_b = tl.zeros([BK, B], tl.float32)
+        dk_b = tl.zeros([BK, B], tl.float32)
+        dk_left = tl.zeros([BK, B], tl.float32)
+        before = tl.zeros([BK, B], tl.float32)
+        after = tl.zeros([BK, B], tl.float32)
+        carried = tl.zeros([BK, B], tl.float32)
+        for m in range(b):
+            j = (b - 1 - m) * B + i
+            mask_j = (j < tokens_left)[None, :] & real
+            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
+            early = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0)
+            early *= tl.exp2(sums(g_j, beyond, before, DTYPE, PRECISION))
+            across = t[None, :] * C + j[:, None]
+            dq_b += matmul(early, tl.load(dP + across), DTYPE, PRECISION)
+            dk_left += matmul(early, tl.load(dA + across), DTYPE, PRECISION)
+            carried += early * tl.load(dK_e + j[None, :] * KP + x[:, None]).to(tl.float32)
+            before = sums(g_j, every, before, DTYPE, PRECISION)
+        for m in range(b + 1, N):
+            j = m * B + i
+            mask_j = (j < tokens_left)[None, :] & real
+            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
+            late = tl.exp2(sums(g_j, until, after, DTYPE, PRECISION))
+            met = tl.load(q + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0) * late
+            across = j[:, None] * C + t[None, :]
+            dk_b += matmul(met, scale * tl.load(dP + across), DTYPE, PRECISION)
+            met = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0) * late
+            beta_j = tl.load(beta + j * HV, mask=j < tokens_left, other=0.0)[:, None]
+            dk_b += matmul(met, beta_j * tl.load(dA + across), DTYPE, PRECISION)
+            after = sums(g_j, every, after, DTYPE, PRECISION)
+        no = tl.zeros([BK, B], tl.float32)
+        start = tl.exp2(sums(g_b, until, no, DTYPE, PRECISION))
+        dq_b *= scale * start
+        dk_left *= start
+        dk_b *= tl.exp2(sums(g_b, beyond, no, DTYPE, PRECISION))
+        q_b = tl.load(q + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
+        k_b = tl.load(k + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
+        beta_b = tl.load(beta + t * HV, mask=t < tokens_left, other=0.0)
+        below = t[:, None] * C + t[None, :]
+        above = t[None, :] * C + t[:, None]
+        dP_b = scale * tl.load(dP + below).to(tl.float32)
+        diagonal = scale * tl.load(dP + t * (C + 1)).to(tl.float32)[None, :]
+        dP_b += scale * tl.load(dP + above).to(tl.float32)
+        dA_b = beta_b[:, None] * tl.load(dA + below).to(tl.float32) + tl.load(dA + above).to(tl.float32)
+        dP_b = dP_b.to(DTYPE)
+        dA_b = dA_b.to(DTYPE)
+        for level in tl.static_range(B.bit_length() - 1):
+            own = tl.exp2(sums(g_b, tl.trans(inside(i, level)), no, DTYPE, PRECISION))
+            late = (((i >> level) & 1) == 1)[None, :]
+            met = matmul(tl.where(late, q_b, k_b) * own, tl.where(pairs(i, level), dP_b, 0.0), DTYPE, PRECISION)
+            dq_b = tl.where(late, dq_b + own * met, dq_b)
+            dk_b = tl.where(late, dk_b, dk_b + own * met)
+            met = matmul(k_b * own, tl.where(pairs(i, level), dA_b, 0.0), DTYPE, PRECISION)
+            dk_left = tl.where(late, dk_left + own * met, dk_left)
+            dk_b = tl.where(late, dk_b, dk_b + own * met)
+        start = tl.exp2(sums(g_b, until, before, DTYPE, PRECISION))
+        dq_b += scale * start * tl.load(dQ_s + in_k).to(tl.float32)
         dk_left += start * tl.load(dK_s + in_k).to(tl.float32)
-        since += k_c * (b * dk_left - dk_right)
-        dk_c += b * dk_left + dk_right
-        db = tl.load(dbeta + row, mask=t < stop, other=0.0) + tl.sum(dk_left * k_c, 1)
-        tl.store(dbeta + row, db, mask=t < stop)
-        tl.store(dk + at, dk_c, mask=mask)
-        dg_c = sum_where(i[:, None] <= i[None, :], since, DTYPE, PRECISION) + later + lasting
-        dg_c += sum_where(i[:, None] > i[None, :], written * k_c, DTYPE, PRECISION)
-        if B < C:
-            early = tl.exp2(tl.minimum(G_last - tl.load(G + at_k + i[:, None] * KP), 0.0))
-            early *= tl.load(dK_e + at_k + i[:, None] * KP).to(tl.float32) * tl.where(s == 1, k_other, 0.0)
-            dg_c += tl.sum(early, 0)[None, :]
-        tl.store(dg + at, dg_c, mask=mask)
-        later += tl.sum(since, 0)[None, :]
+        written = tl.exp2(sums(g_b, beyond, after, DTYPE, PRECISION)) * tl.load(dK_e + in_k).to(tl.float32)
+        since = q_b * dq_b + k_b * (beta_b[None, :] * dk_left - dk_b)
+        tl.store(dq + at, dq_b + diagonal * k_b, mask=mask)
+        tl.store(dk + at, dk_b + diagonal * q_b + written + beta_b[None, :] * dk_left, mask=mask)
+        db = tl.sum(dk_left * k_b, 0)
+        if tile_k == 0:
+            db += tl.load(dbeta + t * HV, mask=t < tokens_left, other=0.0)
+        tl.store(dbeta + t * HV, db, mask=t < tokens_left)
+        dg_b = sums(carried * tl.exp2(sums(g_b, every, after, DTYPE, PRECISION)), every, later, DTYPE, PRECISION)
+        dg_b = sums(written * k_b, i[:, None] < i[None, :], dg_b, DTYPE, PRECISION)
+        dg_b = sums(since, i[:, None] >= i[None, :], dg_b, DTYPE, PRECISION)
+        tl.store(dg + at, dg_b, mask=mask)
+        later = sums(since, every, later, DTYPE, PRECISION)
