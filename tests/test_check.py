@@ -73,7 +73,8 @@ def test_an_exception_is_told_in_words():
 
     report = check("linear.recurrent", broken, quiet=True)
     assert [failure.theorem.key for failure in report.failures] == ["shapes"]
-    assert "your function raises " in str(report) and "at `q_t, k_t = elu1(q[:, t]), phi(k[:, t])`" in str(report)
+    said = " ".join(str(report).split())
+    assert "your function raises " in said and "at `q_t, k_t = elu1(q[:, t]), phi(k[:, t])`" in said
 
 
 def test_a_missing_gradient_is_told_in_words():
@@ -92,6 +93,22 @@ def test_the_report_repeats(capsys):
         check("linear.recurrent", lambda q, k, v: 2 * naive(q, k, v))
     out = capsys.readouterr().out
     assert out[: len(out) // 2] * 2 == out
+
+
+def test_no_line_of_a_report_is_wider_than_the_page(tmp_path, monkeypatch, capsys):
+    def broken(q, k, v):
+        raise RuntimeError("the sizes of the tensors do not fit together, " * 5)
+
+    lines = str(check("linear.recurrent", broken, quiet=True)).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("    your function raises"))
+    assert max(map(len, lines)) <= 88 and lines[start + 1].startswith("      ")
+    monkeypatch.setattr(answers, "TABLE", tmp_path / "answers.json")
+    answers.TABLE.write_text("{}")
+    answers.register("a", 1, None, [(2, "is " + "wrong, " * 30 + "and long")])
+    assert not check_answer("a", 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= 88 and lines[0].startswith("✗ a: not right: it is wrong")
+    assert all(line.startswith("  wrong,") for line in lines[1:])
 
 
 def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
@@ -330,8 +347,8 @@ def test_the_report_reads_as_in_the_book(capsys):
         "✗ Its gradients are those of the definition",
         "- not tested, since the exercise does not ask for it: groups",
         "- not tested, since your function returns no state: final state",
-        "- not tested, since your function has no argument `initial_state`: "
-        "initial state, resume, no tokens, state gradient",
+        "- not tested, since your function has no argument `initial_state`: initial state,",
+        "  resume, no tokens, state gradient",
         "- not tested, since your function has no argument `cu_seqlens`: packed, packed states",
         "- not tested, since your function has no argument `feature_map`: feature maps",
     ]

@@ -14,6 +14,8 @@ import json
 import math
 from pathlib import Path
 
+from linattn_edu.check.report import wrapped
+
 TABLE = Path(__file__).with_name("answers.json")
 FACTORS = {
     -1: "the sign",
@@ -43,7 +45,7 @@ def check_answer(name, value, *, quiet=False):
     if not quiet:
         precision = f" to {entry['digits']} significant digits" if entry["digits"] else ""
         verdict = f"right{precision}" if right else f"not right{precision}{remark(name, values, entry)}"
-        print(f"{'✓' if right else '✗'} {name}: {verdict}.")
+        print(wrapped(f"{'✓' if right else '✗'} {name}: {verdict}."))
     return right
 
 

@@ -1,12 +1,22 @@
 """What a check found, and how it is said."""
 
 import math
+import textwrap
 from dataclasses import dataclass, field
 
 import torch
 
 from linattn_edu.check.drawing import Setting
 from linattn_edu.check.theorems import Theorem
+
+WIDTH = 88
+"""Columns of a line of a report: as many as a page of the book shows beside its menus."""
+
+
+def wrapped(line):
+    """The line, broken at spaces where it is wider than `WIDTH`; what follows stands two columns to the right."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Report:
             lines.append(f"- not tested, since {reason}: {keys}")
         if self.slip:
             lines.append(f"Likely slip: your function equals the version that {self.slip}.")
-        return "\n".join(lines)
+        return "\n".join(map(wrapped, lines))
 
 
 def described(problem, setting):
