@@ -17,6 +17,7 @@ SHOWS = {
     "bench_h200": "every operator's kernels beside SDPA and FLA in one run: wall and device time, memory, error",
     "cpu_forms": "every form on a CPU, and how time and memory grow with the tokens",
     "decode_eager_h200": "one token after a context, when `linear.step` was plain PyTorch",
+    "decode_eager_h200": "one token after a context, with the step in plain PyTorch",
     "decode_h200_bfloat16": "one token after a context: the KV cache against the state",
     "h200_decode": "decoding with whole models after contexts up to a million tokens",
     "h200_hybrid": "training a hybrid of Gated DeltaNet and gated attention: loss by step",
