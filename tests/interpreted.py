@@ -77,6 +77,14 @@ def test_a_reset_leaves_the_weak_gates_their_digits(name):
     assert_kernels_are_recurrent(name, arguments)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "g" in CASES[name].gates])
+def test_strong_gates_leave_their_gradient_its_digits(name):
+    """Where e^-10 is left from token to token, a sum that takes away what it has added has lost the gradient."""
+    arguments = inputs(name, "weak", B=1, T=37, H=1, HV=1)
+    arguments["g"] = torch.full_like(arguments["g"], -10.0)
+    assert_kernels_are_recurrent(name, arguments)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "beta" in CASES[name].gates])
 def test_reflections_and_like_keys(name):
     arguments = inputs(name, B=1, T=70, H=1, HV=1, beta_max=2.0)

@@ -247,5 +247,6 @@ def gate_gradient(
     reach = sum_where(i[:, None] <= i[None, :], X, DTYPE, PRECISION)
     dg_c = tl.sum(tl.where(i[:, None] > i[None, :], reach, 0.0), 1)
     dg_c += tl.sum(lasting, 0) * tl.exp2(tl.min(G, 0).to(tl.float32) * unit_G)
-    dg_c += tl.cumsum(starts, 0, reverse=True) + tl.cumsum(ends, 0) - ends
+    dg_c += tl.cumsum(starts, 0, reverse=True)
+    dg_c += tl.sum(tl.where(i[:, None] > i[None, :], ends[None, :], 0.0), 1)  # cumsum - ends would cancel
     tl.store(dg + row, dg_c, mask=real)
