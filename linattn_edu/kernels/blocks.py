@@ -65,9 +65,10 @@ def matmul(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr, acc=None):
 
 @triton.jit
 def two_terms(x, DTYPE: tl.constexpr):
-    """x as two terms of the same sign, 8 digits each, which products that round their operands leave as they are."""
-    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return high.to(DTYPE), (x - high).to(DTYPE)
+    """x as two terms of the same sign, with the 8 digits of bfloat16 each, or the 11 of TF32: no product rounds them."""
+    kept: tl.constexpr = -65536 if DTYPE == tl.bfloat16 else -8192
+    high = (x.to(tl.int32, bitcast=True) & kept).to(tl.float32, bitcast=True)
+    return high.to(DTYPE), operand(x - high, DTYPE, "tf32")
 
 
 @triton.jit
