@@ -104,7 +104,8 @@ def run_backward(
     shared = torch.float32 if p.HV > p.H else v.dtype
     dq, dk, dv = p.rows(p.K, dtype=shared), p.rows(p.K, dtype=shared), p.rows(p.V, dtype=v.dtype)
     dg = None if g is None else p.rows(*g.shape[3:], dtype=torch.float32)
-    dbeta = torch.zeros(p.parts, *beta.shape, dtype=torch.float32, device=p.device)
+    make = torch.zeros if p.packed else torch.empty
+    dbeta = make(p.parts, *beta.shape, dtype=torch.float32, device=p.device)
     dfirst = None if initial_state is None else p.state()
     if not traced and p.N:
         C, KP, sizes, programs = p.config.C, p.config.KP, (p.T, p.NT, p.H, p.HV), p.chunks * p.HV
@@ -130,4 +131,4 @@ def run_backward(
                     q, k, g, beta, get("decay"), *handed, dq, dk, dg, dbeta, table, scale, *sizes, p.tokens, **p.channel_backward,
                 )  # fmt: skip
     dg = None if g is None else dg.view(g.shape)
-    return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta.sum(0), dfirst
+    return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta.sum(0) if p.parts > 1 else dbeta[0], dfirst
