@@ -128,7 +128,9 @@ def run_backward(
                 )  # fmt: skip
             if programs and p.gate == "channel":
                 delta_channel.channel_intra_backward[programs * p.parts,](
-                    q, k, g, beta, get("decay"), *handed, dq, dk, dg, dbeta, table, scale, *sizes, p.tokens, **p.channel_backward,
+                    q, k, g, beta, get("decay"), *handed, dq, dk, dg, dbeta, table, scale, *sizes, p.tokens,
+                    **p.channel_backward,
                 )  # fmt: skip
     dg = None if g is None else dg.view(g.shape)
-    return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta.sum(0) if p.parts > 1 else dbeta[0], dfirst
+    dbeta = dbeta.sum(0) if p.parts > 1 else dbeta[0]
+    return shared_heads(dq, q), shared_heads(dk, k), dv.view(v.shape), dg, dbeta, dfirst
