@@ -105,13 +105,18 @@ def channel_intra(
         q_0 = tl.load(q + row_qk[:, None] * K + x[None, :], mask=mask, other=0.0)
         k_0 = tl.load(k + row_qk[:, None] * K + x[None, :], mask=mask, other=0.0)
         g_0 = rows(g, row[:, None] * K + x[None, :], mask)
-        start_0, end_0, kept = decays(g_0, i, DTYPE, PRECISION)
-        P_0, A_0 = block_scores(P_0, A_0, q_0, k_0, g_0, i, B, DTYPE, PRECISION)
         if C > B:
             mask = (t + B < stop)[:, None] & (x < K)[None, :]
             q_1 = tl.load(q + (row_qk + B * H)[:, None] * K + x[None, :], mask=mask, other=0.0)
             k_1 = tl.load(k + (row_qk + B * H)[:, None] * K + x[None, :], mask=mask, other=0.0)
             g_1 = rows(g, (row + B * HV)[:, None] * K + x[None, :], mask)
+        if C > 2 * B:
+            t_other = first + 2 * (1 - s) * B + tl.arange(0, 2 * B)
+            mask = (t_other < stop)[:, None] & (x < K)[None, :]
+            other = tl.exp2(tl.sum(rows(g, (t_other * HV + h)[:, None] * K + x[None, :], mask), 0))
+        start_0, end_0, kept = decays(g_0, i, DTYPE, PRECISION)
+        P_0, A_0 = block_scores(P_0, A_0, q_0, k_0, g_0, i, B, DTYPE, PRECISION)
+        if C > B:
             start_1, end_1, kept_1 = decays(g_1, i, DTYPE, PRECISION)
             early = tl.trans((k_0 * end_0).to(DTYPE))
             P_met += matmul(q_1 * start_1, early, DTYPE, PRECISION)
@@ -121,10 +126,6 @@ def channel_intra(
             end_0 *= kept_1[None, :]
             kept *= kept_1
             if C > 2 * B:
-                j = tl.arange(0, 2 * B)
-                t_other = first + 2 * (1 - s) * B + j
-                mask = (t_other < stop)[:, None] & (x < K)[None, :]
-                other = tl.exp2(tl.sum(rows(g, (t_other * HV + h)[:, None] * K + x[None, :], mask), 0))
                 kept *= other
                 before = tl.where(s == 1, other, 1.0)[None, :]
                 after = tl.where(s == 1, 1.0, other)[None, :]
@@ -140,7 +141,8 @@ def channel_intra(
         tl.store(q_start + in_k, scale * start_0 * q_0)
         tl.store(k_start + in_k, start_0 * k_0)
         tl.store(k_end + in_k, end_0 * k_0)
-        tl.store(decay + tile * KP + x, kept)
+        if s == 0:  # one writer: the other half of the chunk would round otherwise
+            tl.store(decay + tile * KP + x, kept)
     tl.store(P + in_C, scale * P_0)
     tl.store(A + in_C, A_0)
     if C > B:
@@ -242,6 +244,17 @@ def channel_intra_backward(
         at = t[None, :] * (HV * K) + x[:, None]
         in_k = t[None, :] * KP + x[:, None]
         g_b = rows(g, at, mask)
+        q_b = tl.load(q + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
+        k_b = tl.load(k + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
+        dQ_s_b = tl.load(dQ_s + in_k)
+        dK_s_b = tl.load(dK_s + in_k)
+        dK_e_b = tl.load(dK_e + in_k)
+        below = t[:, None] * C + t[None, :]
+        above = t[None, :] * C + t[:, None]
+        dP_below = tl.load(dP + below)
+        dP_above = tl.load(dP + above)
+        dA_below = tl.load(dA + below)
+        dA_above = tl.load(dA + above)
         dq_b = tl.zeros([BK, B], tl.float32)
         dk_b = tl.zeros([BK, B], tl.float32)
         dk_left = tl.zeros([BK, B], tl.float32)
@@ -251,55 +264,58 @@ def channel_intra_backward(
         for m in range(b):
             j = (b - 1 - m) * B + i
             mask_j = (j < tokens_left)[None, :] & real
-            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
-            early = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0)
-            early *= tl.exp2(sums(g_j, beyond, before, DTYPE, PRECISION))
             across = t[None, :] * C + j[:, None]
-            dq_b += matmul(early, tl.load(dP + across), DTYPE, PRECISION)
-            dk_left += matmul(early, tl.load(dA + across), DTYPE, PRECISION)
-            carried += early * tl.load(dK_e + j[None, :] * KP + x[:, None]).to(tl.float32)
+            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
+            k_j = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0)
+            dP_j = tl.load(dP + across)
+            dA_j = tl.load(dA + across)
+            dK_e_j = tl.load(dK_e + j[None, :] * KP + x[:, None])
+            early = k_j * tl.exp2(sums(g_j, beyond, before, DTYPE, PRECISION))
+            dq_b += matmul(early, dP_j, DTYPE, PRECISION)
+            dk_left += matmul(early, dA_j, DTYPE, PRECISION)
+            carried += early * dK_e_j.to(tl.float32)
             before = sums(g_j, every, before, DTYPE, PRECISION)
         for m in range(b + 1, N):
             j = m * B + i
             mask_j = (j < tokens_left)[None, :] & real
-            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
-            late = tl.exp2(sums(g_j, until, after, DTYPE, PRECISION))
-            met = tl.load(q + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0) * late
             across = j[:, None] * C + t[None, :]
-            dk_b += matmul(met, scale * tl.load(dP + across), DTYPE, PRECISION)
-            met = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0) * late
-            beta_j = tl.load(beta + j * HV, mask=j < tokens_left, other=0.0)[:, None]
-            dk_b += matmul(met, beta_j * tl.load(dA + across), DTYPE, PRECISION)
+            g_j = rows(g, j[None, :] * (HV * K) + x[:, None], mask_j)
+            q_j = tl.load(q + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0)
+            k_j = tl.load(k + j[None, :] * (H * K) + x[:, None], mask=mask_j, other=0.0)
+            dP_j = scale * tl.load(dP + across)
+            dA_j = tl.load(dA + across) * tl.load(beta + j * HV, mask=j < tokens_left, other=0.0)[:, None]
+            late = tl.exp2(sums(g_j, until, after, DTYPE, PRECISION))
+            dk_b += matmul(q_j * late, dP_j, DTYPE, PRECISION)
+            dk_b += matmul(k_j * late, dA_j, DTYPE, PRECISION)
             after = sums(g_j, every, after, DTYPE, PRECISION)
         no = tl.zeros([BK, B], tl.float32)
         start = tl.exp2(sums(g_b, until, no, DTYPE, PRECISION))
         dq_b *= scale * start
         dk_left *= start
         dk_b *= tl.exp2(sums(g_b, beyond, no, DTYPE, PRECISION))
-        q_b = tl.load(q + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
-        k_b = tl.load(k + t[None, :] * (H * K) + x[:, None], mask=mask, other=0.0)
+        start = tl.exp2(sums(g_b, until, before, DTYPE, PRECISION))
+        dq_b += scale * start * dQ_s_b.to(tl.float32)
+        dk_left += start * dK_s_b.to(tl.float32)
+        written = tl.exp2(sums(g_b, beyond, after, DTYPE, PRECISION)) * dK_e_b.to(tl.float32)
+        dg_b = sums(carried * tl.exp2(sums(g_b, every, after, DTYPE, PRECISION)), every, later, DTYPE, PRECISION)
+        dg_b = sums(written * k_b, i[:, None] < i[None, :], dg_b, DTYPE, PRECISION)
         beta_b = tl.load(beta + t * HV, mask=t < tokens_left, other=0.0)
-        below = t[:, None] * C + t[None, :]
-        above = t[None, :] * C + t[:, None]
-        dP_b = scale * tl.load(dP + below).to(tl.float32)
+        dP_b = scale * dP_below.to(tl.float32)
         diagonal = scale * tl.load(dP + t * (C + 1)).to(tl.float32)[None, :]
-        dP_b += scale * tl.load(dP + above).to(tl.float32)
-        dA_b = beta_b[:, None] * tl.load(dA + below).to(tl.float32) + tl.load(dA + above).to(tl.float32)
+        dP_b += scale * dP_above.to(tl.float32)
+        dA_b = beta_b[:, None] * dA_below.to(tl.float32) + dA_above.to(tl.float32)
         dP_b = dP_b.to(DTYPE)
         dA_b = dA_b.to(DTYPE)
         for level in tl.static_range(B.bit_length() - 1):
             own = tl.exp2(sums(g_b, tl.trans(inside(i, level)), no, DTYPE, PRECISION))
             late = (((i >> level) & 1) == 1)[None, :]
-            met = matmul(tl.where(late, q_b, k_b) * own, tl.where(pairs(i, level), dP_b, 0.0), DTYPE, PRECISION)
+            k_met = k_b * own
+            met = matmul(tl.where(late, q_b * own, k_met), tl.where(pairs(i, level), dP_b, 0.0), DTYPE, PRECISION)
             dq_b = tl.where(late, dq_b + own * met, dq_b)
             dk_b = tl.where(late, dk_b, dk_b + own * met)
-            met = matmul(k_b * own, tl.where(pairs(i, level), dA_b, 0.0), DTYPE, PRECISION)
+            met = matmul(k_met, tl.where(pairs(i, level), dA_b, 0.0), DTYPE, PRECISION)
             dk_left = tl.where(late, dk_left + own * met, dk_left)
             dk_b = tl.where(late, dk_b, dk_b + own * met)
-        start = tl.exp2(sums(g_b, until, before, DTYPE, PRECISION))
-        dq_b += scale * start * tl.load(dQ_s + in_k).to(tl.float32)
-        dk_left += start * tl.load(dK_s + in_k).to(tl.float32)
-        written = tl.exp2(sums(g_b, beyond, after, DTYPE, PRECISION)) * tl.load(dK_e + in_k).to(tl.float32)
         since = q_b * dq_b + k_b * (beta_b[None, :] * dk_left - dk_b)
         tl.store(dq + at, dq_b + diagonal * k_b, mask=mask)
         tl.store(dk + at, dk_b + diagonal * q_b + written + beta_b[None, :] * dk_left, mask=mask)
@@ -307,8 +323,6 @@ def channel_intra_backward(
         if tile_k == 0:
             db += tl.load(dbeta + t * HV, mask=t < tokens_left, other=0.0)
         tl.store(dbeta + t * HV, db, mask=t < tokens_left)
-        dg_b = sums(carried * tl.exp2(sums(g_b, every, after, DTYPE, PRECISION)), every, later, DTYPE, PRECISION)
-        dg_b = sums(written * k_b, i[:, None] < i[None, :], dg_b, DTYPE, PRECISION)
         dg_b = sums(since, i[:, None] >= i[None, :], dg_b, DTYPE, PRECISION)
         tl.store(dg + at, dg_b, mask=mask)
         later = sums(since, every, later, DTYPE, PRECISION)
