@@ -596,6 +596,14 @@ def test_recorded_language_models_with_gate_and_convolution_learn_fastest():
     assert always_above(loss, "gated_deltanet", "mamba2") and always_above(loss, "kda", "mamba2")
 
 
+def test_recorded_language_models_of_equal_states_learn_last_without_a_decay():
+    rows, _ = experiments.recorded("equal_state")
+    for seed in (0, 1, 2):
+        order = sorted((row for row in rows if row["seed"] == seed), key=lambda row: row["validation"])
+        names = [row["model"] for row in order]
+        assert names[:2] == ["mamba2", "gated_deltanet"] and set(names[-2:]) == {"linear", "deltanet"}
+
+
 def test_recorded_digits_are_drawn_by_all_and_best_by_softmax():
     right, loss = (recorded("flow", column, "attention") for column in ("accuracy", "loss"))
     assert min(least for least, _, _ in right.values()) > 0.9
