@@ -92,6 +92,32 @@ def test_a_launch_is_compiled_once_for_each_kind_of_arguments():
     assert said[1][2][2:] == (6, 16, "none") and said[1][3] == {}
 
 
+@WITHOUT_TRITON
+def test_side_by_side_every_kernel_is_compiled_and_none_runs():
+    from linattn_edu.kernels.launch import Launch, side_by_side
+
+    class Ahead(Recorder):
+        def warmup(self, *arguments, grid, **constants):
+            self.said.append(("warmup", grid, arguments, constants))
+            return self
+
+        def __getitem__(self, grid):
+            self.said.append(("loaded", grid))
+            return super().__getitem__(grid)
+
+    said, x = [], torch.zeros(4)
+    first, second = (Launch(Ahead(said, "Triton"), (n,), C=16) for n in (2, 3))
+    with side_by_side(x):
+        first(x, None, 1)
+        second(x, x, 1)
+        assert said == []
+    assert {(way, grid) for way, grid, *_ in said} == {(way, (n, 1, 1)) for way in ("warmup", "loaded") for n in (2, 3)}
+    with pytest.raises(KeyError), side_by_side(x):
+        raise KeyError
+    first(x, None, 1)
+    assert said[-1][0] == "Triton"
+
+
 # A gate of each kind and both rules, in the dtype that the device is used with; `compile_all` alone makes all of them.
 DEVICES = {
     (7, 5): torch.float16,

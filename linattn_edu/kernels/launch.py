@@ -1,9 +1,19 @@
 """What the launches of all families need: the launch itself, dtypes, the chunks of packed sequences, the sum over shared heads."""
 
+import contextlib
+import contextvars
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
+import triton
 import triton.language as tl
 
+from linattn_edu.kernels.device import on_device
+
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+collected = contextvars.ContextVar("launches that `side_by_side` compiles", default=None)
 
 
 class Launch:
@@ -19,6 +29,9 @@ class Launch:
         self.kernel, self.grid, self.constants, self.compiled = kernel, (*grid, 1, 1)[:3], constants, {}
 
     def __call__(self, *arguments):
+        if collected.get() is not None:
+            collected.get().append((self, arguments))
+            return
         kind = tuple([
             (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x is None for x in arguments
         ])  # fmt: skip
@@ -30,6 +43,30 @@ class Launch:
         if compiled is not None:  # the interpreter compiles nothing
             values = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
             self.compiled[kind] = compiled[self.grid], values
+
+
+@contextlib.contextmanager
+def side_by_side(x):
+    """Launches made inside run nothing; their kernels are compiled at once, on all cores, for the device of the tensor `x`."""
+    launches = []
+    token = collected.set(launches)
+    try:
+        yield
+    finally:
+        collected.reset(token)
+
+    def compiled(launch, arguments):
+        return launch.kernel.warmup(*arguments, grid=launch.grid, **launch.constants)
+
+    def load(kernel, grid):
+        with on_device(x):  # every thread has a current device of its own
+            kernel[grid]  # for which Triton writes and compiles a little C the first time
+
+    with ThreadPoolExecutor() as pool:
+        with triton.AsyncCompileMode(pool):
+            for launch, arguments in launches:
+                compiled(launch, arguments)
+        list(pool.map(load, *zip(*((compiled(launch, arguments), launch.grid) for launch, arguments in launches))))
 
 
 def chunk_table(cu_seqlens, T, C):

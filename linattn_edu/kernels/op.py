@@ -9,11 +9,35 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linattn_edu.kernels import additive, delta
+from linattn_edu.kernels.device import on_device
+from linattn_edu.kernels.launch import side_by_side
 
 
 def family(beta):
     """The module whose `run_forward` and `run_backward` serve a call."""
     return additive if beta is None else delta
+
+
+compiled = set()
+
+
+def compile_ahead(inputs, scale, chunk_size, save, final, out_dtype):
+    """Before the first call of its kind: the kernels of the forward pass, if `save` also of the backward pass, side by side.
+
+    Compiled one after another when they are first needed, they would make the reader of a notebook wait several times as
+    long. What a call needs is asked of the call itself, made without running anything.
+    """
+    q, k, v, *others = inputs
+    axes = tuple(None if x is None else x.dim() for x in others)
+    kind = q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] == v.shape[2], axes, chunk_size, save, final, out_dtype
+    if kind in compiled:
+        return
+    compiled.add(kind)
+    rule = family(others[1])
+    with on_device(q), side_by_side(q):
+        o, last, kept = rule.run_forward(*inputs, scale, chunk_size, save, final, out_dtype)
+        if save:
+            rule.run_backward(o, last, *inputs, kept, scale, chunk_size)
 
 
 class Chunk(torch.autograd.Function):
@@ -47,6 +71,8 @@ def chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, final,
     if torch.compiler.is_compiling():
         o, *others = chunk_forward(*inputs, scale, chunk_size, save, final, out_dtype)
         return o, others[0] if final else None
+    if q.is_cuda:
+        compile_ahead(inputs, scale, chunk_size, save, final, out_dtype)
     if save:
         return Chunk.apply(*inputs, scale, chunk_size, final, out_dtype)
     return family(beta).run_forward(*inputs, scale, chunk_size, False, final, out_dtype)[:2]
