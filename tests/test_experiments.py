@@ -434,6 +434,15 @@ def test_a_reader_of_pixels_reads_all_of_them_in_order():
     assert (model(x.flip(1)) - model(x)).abs().max() > 1e-4
 
 
+def test_recorded_pixels_are_read_better_with_gates_and_erasing():
+    rows, _ = experiments.recorded("pixels")
+    right = {(row["seed"], row["mixer"]): row["accuracy"] for row in rows}
+    for seed in (0, 1, 2):
+        assert right[seed, "kda"] > 0.9 and min(right[seed, "gated_deltanet"], 0.9) > right[seed, "linear"] + 0.2
+        assert min(right[seed, x] for x in ("kda", "gated_deltanet")) > right[seed, "softmax"] + 0.03
+    assert always_above(recorded("pixels", "accuracy", "mixer"), "softmax", "linear")
+
+
 # Advice.
 
 
