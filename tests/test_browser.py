@@ -77,6 +77,15 @@ OVERFLOWING = """() => [...document.querySelectorAll('.bd-article *')].filter(e 
 }).slice(0, 3).map(e => e.outerHTML.slice(0, 150))"""
 
 
+CUT_OFF = """() => [
+    ...[...document.querySelectorAll('.bd-article mjx-container[display]')].filter(e =>
+        e.getBoundingClientRect().left < e.parentElement.getBoundingClientRect().left - 1),
+    ...(innerWidth < 1200 ? [] : [...document.querySelectorAll('.cell_input pre')].filter(e =>
+        !e.closest('details:not([open])') && e.scrollWidth > e.clientWidth)),
+].map(e => e.textContent.slice(0, 150))"""
+"""Formulas whose beginning no scrolling reaches, and on a laptop code that has to be scrolled."""
+
+
 def test_every_page_loads_whole_and_fits_the_window(page, pages, site):
     faults = []
     for name in pages:
@@ -89,6 +98,8 @@ def test_every_page_loads_whole_and_fits_the_window(page, pages, site):
             faults.append(f"{name}: {errors} formulas with errors")
         if page.evaluate("document.scrollingElement.scrollWidth > innerWidth"):
             faults.append(f"{name}: scrolls sideways because of {page.evaluate(OVERFLOWING)}")
+        if cut_off := page.evaluate(CUT_OFF):
+            faults.append(f"{name}: cut off: {cut_off}")
         if bare := page.evaluate("[...document.images].filter(i => !i.alt.trim()).map(i => i.outerHTML.slice(0, 150))"):
             faults.append(f"{name}: no alt text: {bare}")
         if broken := page.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 150))"):
