@@ -86,6 +86,12 @@ def sum_where(chosen, x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def sum_before(x, i):
+    """x_1 + ... + x_{i-1} for every i: not as a running sum less x_i, which would take the digits of what is left."""
+    return tl.sum(tl.where(i[:, None] > i[None, :], x[None, :], 0.0), 1)
+
+
+@triton.jit
 def decay_vectors(g, i):
     """since_start_i = exp(g_1 + ... + g_i) and to_end_i = exp(g_{i+1} + ... + g_C) of scalar gates, as columns."""
     later = i[None, :] > i[:, None]

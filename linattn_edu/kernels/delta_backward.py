@@ -31,6 +31,7 @@ from linattn_edu.kernels.blocks import (
     decay_matrix_gradient,
     decay_vectors,
     matmul,
+    sum_before,
     tokens_of_sequence,
 )
 
@@ -203,7 +204,7 @@ def delta_intra_backward(
             tl.store(dq + at, dq_x, mask=mask)
             tl.store(dk + at, dk_x, mask=mask)
     if GATE == "scalar":
-        dg_c += tl.cumsum(read, 0, reverse=True) + tl.cumsum(written, 0) - written
+        dg_c += tl.cumsum(read, 0, reverse=True) + sum_before(written, i)
         dg_c += tl.sum(kept, 0) * tl.load(decay + tile)
         tl.store(dg + row, dg_c, mask=real)
     tl.store(dbeta + row, db, mask=real)

@@ -21,7 +21,7 @@ without outputs finds what each segment adds to a state of zero, `carry` sums th
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.blocks import matmul, sum_where
+from linattn_edu.kernels.blocks import matmul, sum_before, sum_where
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -247,6 +247,5 @@ def gate_gradient(
     reach = sum_where(i[:, None] <= i[None, :], X, DTYPE, PRECISION)
     dg_c = tl.sum(tl.where(i[:, None] > i[None, :], reach, 0.0), 1)
     dg_c += tl.sum(lasting, 0) * tl.exp2(tl.min(G, 0).to(tl.float32) * unit_G)
-    dg_c += tl.cumsum(starts, 0, reverse=True)
-    dg_c += tl.sum(tl.where(i[:, None] > i[None, :], ends[None, :], 0.0), 1)  # cumsum - ends would cancel
+    dg_c += tl.cumsum(starts, 0, reverse=True) + sum_before(ends, i)
     tl.store(dg + row, dg_c, mask=real)
