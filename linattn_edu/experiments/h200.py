@@ -189,14 +189,16 @@ def convolution_share(*, device="cuda", config=HYBRID, batch=32, length=1024):
     train = partial(update, model, optimizer, x, y, rate=0.0, clip=1.0, bf16=True)
     step = measure.seconds(train, device=device, warmup=3)
     convolutions = [layer for layer in model.modules() if isinstance(layer, ShortConvolution)]
-    spent = {}
-    for layer in convolutions:
-        if layer.width not in spent:
-            u = torch.randn(batch, length, layer.width, device=device, dtype=torch.bfloat16, requires_grad=True)
-            do = torch.randn_like(u)
-            call = lambda: torch.autograd.grad(layer(u)[0], [u, *layer.parameters()], do)  # noqa: E731
-            spent[layer.width] = measure.seconds(call, device=device).median
+    each = {layer.width: layer for layer in convolutions}
+    spent = {width: _both_ways(layer, batch, length, device) for width, layer in each.items()}
     return step.median, sum(spent[layer.width] for layer in convolutions)
+
+
+def _both_ways(layer, batch, length, device):
+    """Seconds of a layer forward and backward in bfloat16."""
+    x = torch.randn(batch, length, layer.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    inputs, dy = [x, *layer.parameters()], torch.randn_like(x)
+    return measure.seconds(lambda: torch.autograd.grad(layer(x)[0], inputs, dy), device=device).median
 
 
 DECODERS = {

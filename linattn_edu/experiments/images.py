@@ -67,8 +67,8 @@ def pixels(
 
     Result, after five passes over 1,438 images: KDA names 0.93 to 0.95 of the unseen ones, more than softmax attention
     with RoPE (0.77 to 0.89) in every seed, and so does Gated DeltaNet, 0.81 to 0.95, by 0.04 to 0.06; linear attention
-    has 0.40 to 0.58. These are speeds of learning in tiny models, of which the two with gates
-    have a tenth to a fifth more parameters.
+    has 0.40 to 0.58. These are speeds of learning in tiny models, of which the two with gates have a tenth to a fifth
+    more parameters.
 
     Args:
         seed: draws weights and the order of the images.
