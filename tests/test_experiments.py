@@ -554,6 +554,27 @@ def test_recorded_states_keep_their_size_up_to_a_million_tokens_and_caches_do_no
     assert held["softmax", 2**20] / held["kda + softmax", 2**20] == pytest.approx(4, rel=0.01)
 
 
+def test_recorded_layers_train_with_kernels_as_exactly_as_without():
+    rows, _ = registry.tables.recorded("h200_layers")
+    assert {row["mixer"] for row in rows} == set(h200.KERNELS)
+    by = {(row["mixer"], row["form"], row["dtype"]): row for row in rows}
+    for mixer in h200.KERNELS:
+        exact, rounded, fused = (by[mixer, *form] for form in (
+            ("chunkwise", "float32"), ("chunkwise", "bfloat16"), ("fused", "bfloat16")
+        ))  # fmt: skip
+        assert 0 < fused["gradient_error"] < 1.1 * rounded["gradient_error"] != fused["gradient_error"]
+        assert fused["loss_after"] == pytest.approx(exact["loss_after"], abs=3e-3) and fused["loss_after"] < 4.3
+    assert h200.disagreements(rows) == ["linear"]  # in one parameter, as the docstring says
+
+
+def test_recorded_graphs_take_as_long_at_1k_tokens_as_at_1m_without_attention():
+    rows, _ = registry.tables.recorded("h200_decode")
+    spent = {(row["model"], row["T"]): row["seconds"] for row in rows if row["timing"] == "graph"}
+    for model in ("gated_deltanet", "kda"):
+        assert spent[model, 2**20] == pytest.approx(spent[model, 2**10], rel=0.01)
+    assert spent["softmax", 2**10] < spent["kda", 2**10] < spent["kda + softmax", 2**20] < spent["softmax", 2**20] / 2
+
+
 def test_recorded_hybrid_has_100m_parameters_and_learns():
     rows, about = registry.tables.recorded("h200_hybrid")
     assert 90e6 < int(about["parameters"]) < 110e6

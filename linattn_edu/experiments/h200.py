@@ -39,6 +39,9 @@ def layers(*, device="cuda", mixers=KERNELS, batch=4, length=512, width=256, hea
     Gradients are compared with those of the chunkwise form in float32, in the Frobenius norm; the step is AdamW's. All
     mixers have the same K and V, and a short convolution.
 
+    Result on an H200: with kernels the error of the whole gradient, 0.006 to 0.027, is that of the chunkwise form to a
+    tenth. So is that of the worst parameter, or nearly, but for linear attention: 0.028 in a W_q instead of 0.011.
+
     Args:
         device: where it runs.
         mixers: names in `models.MIXERS`.
@@ -128,6 +131,9 @@ def hybrid(*, device="cuda", seconds=150.0, config=HYBRID, batch=32, length=1024
 
     Two novels are 1.6 MB: a model of this size knows them by heart after some passes, and the validation loss turns.
     Three steps of another model and a validation come before the clock starts, since they compile the kernels.
+
+    Result on an H200: 169,000 bytes a second. The validation loss is lowest after 30 seconds, 1.277 nats per byte after
+    3 passes, and 2.69 at the end of 150, when the training loss is 0.03.
 
     Args:
         device: where it runs.
@@ -234,8 +240,10 @@ def decode(
     12 layers of width 768, batch 1, weights and KV cache in bfloat16, states in float32. Caches are filled with
     random numbers, and grow by each token, into memory of which an eighth is spare.
 
-    Result: the states of Gated DeltaNet and KDA take 2.5 MB at 1K tokens and at 1M, softmax's cache 38 MB and 39 GB,
-    and the hybrids' a quarter of that.
+    Result on an H200: the states of Gated DeltaNet and KDA take 2.5 MB at 1K tokens and at 1M, softmax's cache 38 MB
+    and 39 GB, and the hybrids' a quarter of that. As a graph, a token takes Gated DeltaNet 2.1 ms and KDA 2.2 ms at any
+    length, softmax 1.6 ms at 1K and 10.5 ms at 1M, the hybrids 1.9 to 2.0 and 4.2 to 4.3 ms. Eager steps take 17 ms
+    and more, which is the host's time.
 
     Args:
         device: where it runs.
