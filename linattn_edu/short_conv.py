@@ -88,10 +88,40 @@ def _convolve(x, weight, bias, activation, state):
     T, dtype = x.shape[1], computing_dtype(x)
     with full_precision(x):
         seen = torch.cat([state.to(x.dtype).mT, x], 1)  # [B, W-1 + T, D]
-        exact = seen.to(dtype)  # once, not once a tap: autograd keeps it
-        y = sum(tap.to(dtype) * exact[:, j : j + T] for j, tap in enumerate(weight.unbind(1)))
+        y = _Taps.apply(seen.to(dtype), weight.to(dtype))
         y = y if bias is None else y + bias.to(dtype)
         return ACTIVATIONS[activation](y).to(x.dtype), seen[:, T:].mT.clone()
+
+
+class _Taps(torch.autograd.Function):
+    """`_slide`, and as its gradient one more `_slide`; autograd's own writes a sequence of zeros for every tap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(seen, weight):
+        return _slide(seen, weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        seen, weight = ctx.saved_tensors
+        T, W = dy.shape[1], weight.shape[1]
+        dweight = [(dy * seen[:, j : j + T]).sum((0, 1)) for j in range(W)]
+        return _slide(F.pad(dy, (0, 0, W - 1, W - 1)), weight.flip(1)), torch.stack(dweight, 1)
+
+
+def _slide(x, weight):
+    """x [B, T + W-1, D], weight [D, W] -> y [B, T, D], y_t = sum_j weight_j * x_{t+j}."""
+    W = weight.shape[1]
+    T = x.shape[1] - W + 1
+    y = x[:, :T] * weight[:, 0]
+    for j in range(1, W):
+        y = torch.addcmul(y, x[:, j : j + T], weight[:, j])
+    return y
 
 
 def _convolve_packed(bounds, x, weight, bias, activation, state):
