@@ -210,12 +210,15 @@ def channel_intra_backward(
     and BK channels. All but dbeta stays inside a channel; `dbeta` [KP / BK, tokens, HV] are the parts of its sum over
     channels, the first comes in with what is known of it.
 
-    Blocks of B tokens are taken from the last, since dg_m sums over the tokens from m on: what m decays for token i is
-    q_i dq_i, less k_j dk_j of the keys j >= m, which pay for what no decay at m touches. A block meets the earlier ones
-    and the later ones as wholes, and itself level by level. k stands on the left of A too, and dK_s is the gradient of
-    start * k. The gradients of scores are read as [own, other] or [other, own], other tokens along the sum.
+    Blocks of B tokens are taken from the last. A block meets the earlier ones and the later ones as wholes, and there
+    dg_m sums over the tokens from m on: what m decays for token i is q_i dq_i, less k_j dk_j of the keys j >= m, which pay
+    for what no decay at m touches. Itself it meets level by level, and there dg_m sums what a token loses or gives only
+    over those that have m between themselves and the border, `inside` transposed. That costs a product a level, but what
+    is added is never taken away again: the two would differ by the rounding of operands, and where gates are strong
+    that is as large as dg. k stands on the left of A too, and dK_s is the gradient of start * k. The gradients of scores
+    are read as [own, other] or [other, own], other tokens along the sum.
     Bytes a token and head: reads 5 K + 2 C and the float32 g, k, g and dK_e of earlier and q, k, g of later blocks too;
-    writes 2 K and the float32 dg. FLOPs: 8 B K log2 B + 10 C K.
+    writes 2 K and the float32 dg. FLOPs: 10 B K log2 B + 10 C K.
     """
     c, tile_k, h, first, stop = part_of_chunk(chunks, T, NT, HV, C, KP // BK, PACKED)
     if first >= stop:
@@ -236,7 +239,7 @@ def channel_intra_backward(
     until = i[:, None] <= i[None, :]
     beyond = i[:, None] > i[None, :]
     every = i[:, None] + i[None, :] >= 0
-    later = tl.zeros([BK, B], tl.float32) + (tl.load(ddecay + tile * KP + x) * tl.load(decay + tile * KP + x))[:, None]
+    later = tl.load(ddecay + tile * KP + x) * tl.load(decay + tile * KP + x)
     for n in range(N):
         b = N - 1 - n
         t = b * B + i
@@ -297,32 +300,31 @@ def channel_intra_backward(
         dq_b += scale * start * dQ_s_b.to(tl.float32)
         dk_left += start * dK_s_b.to(tl.float32)
         written = tl.exp2(sums(g_b, beyond, after, DTYPE, PRECISION)) * dK_e_b.to(tl.float32)
-        dg_b = sums(carried * tl.exp2(sums(g_b, every, after, DTYPE, PRECISION)), every, later, DTYPE, PRECISION)
+        carried *= tl.exp2(sums(g_b, every, after, DTYPE, PRECISION))
+        dg_b = sums(carried, every, no + later[:, None], DTYPE, PRECISION)
         dg_b = sums(written * k_b, i[:, None] < i[None, :], dg_b, DTYPE, PRECISION)
         beta_b = tl.load(beta + t * HV, mask=t < tokens_left, other=0.0)
-        dP_b = scale * dP_below.to(tl.float32)
+        since = q_b * dq_b + k_b * (beta_b[None, :] * dk_left - dk_b)
+        dg_b = sums(since, i[:, None] >= i[None, :], dg_b, DTYPE, PRECISION)
+        later += tl.sum(since, 1)
+        dk_b += written
         diagonal = scale * tl.load(dP + t * (C + 1)).to(tl.float32)[None, :]
-        dP_b += scale * dP_above.to(tl.float32)
-        dA_b = beta_b[:, None] * dA_below.to(tl.float32) + dA_above.to(tl.float32)
-        dP_b = dP_b.to(DTYPE)
-        dA_b = dA_b.to(DTYPE)
+        dP_b = (scale * dP_below.to(tl.float32) + scale * dP_above.to(tl.float32)).to(DTYPE)
+        dA_b = (beta_b[:, None] * dA_below.to(tl.float32) + dA_above.to(tl.float32)).to(DTYPE)
         for level in tl.static_range(B.bit_length() - 1):
             own = tl.exp2(sums(g_b, tl.trans(inside(i, level)), no, DTYPE, PRECISION))
             late = (((i >> level) & 1) == 1)[None, :]
-            k_met = k_b * own
-            met = matmul(tl.where(late, q_b * own, k_met), tl.where(pairs(i, level), dP_b, 0.0), DTYPE, PRECISION)
-            dq_b = tl.where(late, dq_b + own * met, dq_b)
-            dk_b = tl.where(late, dk_b, dk_b + own * met)
-            met = matmul(k_met, tl.where(pairs(i, level), dA_b, 0.0), DTYPE, PRECISION)
-            dk_left = tl.where(late, dk_left + own * met, dk_left)
-            dk_b = tl.where(late, dk_b, dk_b + own * met)
-        since = q_b * dq_b + k_b * (beta_b[None, :] * dk_left - dk_b)
+            met_q = matmul(tl.where(late, q_b, k_b) * own, tl.where(pairs(i, level), dP_b, 0.0), DTYPE, PRECISION)
+            met_k = matmul(k_b * own, tl.where(pairs(i, level), dA_b, 0.0), DTYPE, PRECISION)
+            dq_b = tl.where(late, dq_b + own * met_q, dq_b)
+            dk_left = tl.where(late, dk_left + own * met_k, dk_left)
+            dk_b = tl.where(late, dk_b, dk_b + own * (met_q + met_k))
+            due = own * (tl.where(late, q_b, k_b) * met_q + k_b * (tl.where(late, beta_b[None, :], 1.0) * met_k))
+            dg_b = matmul(due, tl.where(inside(i, level), 1.0, 0.0), DTYPE, PRECISION, dg_b)
         tl.store(dq + at, dq_b + diagonal * k_b, mask=mask)
-        tl.store(dk + at, dk_b + diagonal * q_b + written + beta_b[None, :] * dk_left, mask=mask)
+        tl.store(dk + at, dk_b + diagonal * q_b + beta_b[None, :] * dk_left, mask=mask)
+        tl.store(dg + at, dg_b, mask=mask)
         db = tl.sum(dk_left * k_b, 0)
         if tile_k == 0:
             db += tl.load(dbeta + t * HV, mask=t < tokens_left, other=0.0)
         tl.store(dbeta + t * HV, db, mask=t < tokens_left)
-        dg_b = sums(since, i[:, None] >= i[None, :], dg_b, DTYPE, PRECISION)
-        tl.store(dg + at, dg_b, mask=mask)
-        later = sums(since, every, later, DTYPE, PRECISION)
