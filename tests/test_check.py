@@ -77,6 +77,31 @@ def test_an_exception_is_told_in_words():
     assert "your function raises " in said and "at `q_t, k_t = elu1(q[:, t]), phi(k[:, t])`" in said
 
 
+def test_an_exception_in_a_backward_pass_is_told_in_words():
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            return dx @ dx[0]
+
+    report = check("linear.recurrent", lambda q, k, v: Same.apply(naive(q, k, v)), quiet=True)
+    assert {failure.theorem.key for failure in report.failures} == {"gradients"}
+    said = " ".join(str(report).split())
+    assert "your function raises RuntimeError: " in said and "at `return dx @ dx[0]`, in its backward pass" in said
+
+
+def test_the_smallest_input_has_groups_of_heads_only_if_groups_are_at_fault():
+    def flipped(q, k, v):
+        return naive(q, k, v.flip(2))
+
+    report = check("linear.recurrent", flipped, quiet=True, skip=("groups",))
+    inputs = [failure.input for failure in report.failures]
+    assert inputs and all(x.startswith("B = 1, T = 1, H = 2, HV = 2, ") for x in inputs), str(report)
+
+
 def test_a_missing_gradient_is_told_in_words():
     report = check("linear.recurrent", lambda q, k, v: naive(q, k, v).detach(), quiet=True)
     assert [failure.theorem.key for failure in report.failures] == ["gradients"]

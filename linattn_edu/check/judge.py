@@ -159,7 +159,9 @@ def shrunk(setting, size, value):
     """The setting with a smaller value for one size; None where that is not smaller."""
     if size == "heads":
         H, HV = value
-        return replace(setting, H=H, HV=HV) if (H, HV) < (setting.H, setting.HV) and HV <= setting.HV else None
+        smaller = (H, HV) < (setting.H, setting.HV) and HV <= setting.HV
+        grouped_anew = H < HV and setting.H == setting.HV
+        return replace(setting, H=H, HV=HV) if smaller and not grouped_anew else None
     now = getattr(setting, size)
     if size == "lengths":
         return replace(setting, lengths=value) if now and value != now else None

@@ -10,7 +10,7 @@ from typing import Any, Callable
 import torch
 
 from linattn_edu.check.cases import is_floating, leaves, tree_map
-from linattn_edu.check.reader import Stop, copy, named_results
+from linattn_edu.check.reader import Stop, copy, in_words, named_results
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,12 @@ def unchanged(run, s):
 
 def gradients(run, s):
     arguments = {key: x for key, x in run.problem.arguments(s).items() if run.takes(key) or not is_floating(x)}
-    got = gradients_of(run, arguments, run.returned)
+    try:
+        got = gradients_of(run, arguments, run.returned)
+    except Stop:
+        raise
+    except Exception as error:
+        raise Stop(f"{in_words(error, run.function)}, in its backward pass") from None
     known, key = run.problem.known, (s, "gradients")
     if key not in known:
         known[key] = gradients_of(lambda a: reference(run, a), arguments, run.returned)
