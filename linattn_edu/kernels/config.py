@@ -110,7 +110,8 @@ def delta(device, dtype, K, chunk_size):
 def delta_configuration(capability, dtype, K, chunk_size):
     """bfloat16 inputs are multiplied as bfloat16. float16 inputs are multiplied as TF32: as many digits, and the range of
     float32 for states and gradients. float32 inputs take three TF32 products, or plain float32 before Ampere. The
-    inverse gets one kind of product more precise than the inputs, since its rounding errors grow with alike keys.
+    inverse gets one kind of product more precise than the inputs, since its rounding errors grow with alike keys. Where a
+    product is three, the registers hold no more than 16 value channels of the state; with 256 features not even those.
 
     On Hopper bfloat16 chunks of 64 tokens run on warp groups, with S^T and V'^T in registers; Triton 3.6 gives wrong
     results there for tiles narrower than 64, so that none is. Shorter chunks keep to tiles of at most 32 rows, which are
@@ -120,6 +121,7 @@ def delta_configuration(capability, dtype, K, chunk_size):
     tensor_cores = capability >= (8, 0) or capability == INTERPRETED
     roomy = low and (capability[:1] >= (9,) or capability in ((8, 0), INTERPRETED))
     precision = "ieee" if not tensor_cores else "tf32" if dtype != torch.float32 else "tf32x3"
+    three = precision == "tf32x3"
     longest = 64 if capability == INTERPRETED or (roomy and K <= 128) else 32 if tensor_cores else 16
     C = max(16, min(longest, 1 << (chunk_size.bit_length() - 1)))
     groups = low and C == 64 and capability >= (9, 0)
@@ -129,6 +131,6 @@ def delta_configuration(capability, dtype, K, chunk_size):
     return Delta(
         C=C, dtype=torch.bfloat16 if low else torch.float32, precision=precision,
         precise="ieee" if not tensor_cores else "tf32" if low else "tf32x3",
-        KP=KP, BK=min(KP, wide), BV=wide if KP <= 128 else min(wide, 16),
+        KP=KP, BK=min(KP, wide), BV=min(wide, 16) if KP > 128 or three else wide,
         stages=(3, 2) if groups else (2, 1) if roomy and KP <= 128 else (1, 1), channel=((narrow, None), (narrow, None)),
     )  # fmt: skip
