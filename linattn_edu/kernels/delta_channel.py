@@ -14,7 +14,7 @@ forwards, where the scores sum over channels; [channels, tokens] backwards, wher
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.blocks import matmul, pairs, sum_where, two_terms
+from linattn_edu.kernels.blocks import chunk_of_program, matmul, pairs, sum_where, two_terms
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 VANISHING = tl.constexpr(-104.0)
@@ -23,17 +23,9 @@ VANISHING = tl.constexpr(-104.0)
 
 @triton.jit
 def part_of_chunk(chunks, T, NT, HV, C: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr):
-    """Chunk, one of its parts, value head, first token of the chunk and end of the sequence."""
-    part = tl.program_id(0).to(tl.int64) // HV
-    c = part // PARTS
-    if PACKED:
-        first = tl.load(chunks + 2 * c)
-        stop = tl.load(chunks + 2 * c + 1)
-    else:
-        n = c // NT
-        first = n * T + (c - n * NT) * C
-        stop = (n + 1) * T
-    return c, (part - c * PARTS).to(tl.int32), tl.program_id(0) % HV, first, stop
+    """As `chunk_of_program`, where several programs share a chunk and head: which of its PARTS comes second."""
+    c, part_and_head, first, stop = chunk_of_program(chunks, T, NT, PARTS * HV, C, PACKED)
+    return c, part_and_head // HV, part_and_head % HV, first, stop
 
 
 @triton.jit
