@@ -454,16 +454,17 @@ TABLE = {
     ],
     "short_conv: _convolve": [
         (
-            "short_conv.causal_conv", "weight.unbind(1)", "weight.flip(1).unbind(1)",
+            "short_conv.causal_conv", "weight.to(dtype))", "weight.flip(1).to(dtype))",
             "applies the taps in reverse, the last one to the oldest token",
         ),
         ("short_conv.step", "[state.to(x.dtype).mT, x]", "[0 * state.to(x.dtype).mT, x]", "ignores the state"),
         ("short_conv.causal_conv", "y + bias.to(dtype)", "y", "leaves out the bias"),
         ("short_conv.causal_conv", "ACTIVATIONS[activation](y)", "y", "leaves out the activation"),
     ],
-    "short_conv: causal_conv": [
+    "short_conv: _convolve_packed": [
         (
-            "short_conv.causal_conv", "initial_state[n : n + 1])", "states[-1] if n else initial_state[:1])",
+            "short_conv.causal_conv", "state.to(x.dtype).mT.flatten(0, 1)",
+            "torch.cat([state[0].to(x.dtype).mT, x[0, (bounds[1:-1, None] - past + torch.arange(past)).clamp(0)].flatten(0, 1)])",
             "carries the state from one packed sequence into the next",
         ),
     ],
