@@ -55,6 +55,9 @@ def side_by_side(x):
     finally:
         collected.reset(token)
 
+    if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5: each is compiled when it is first needed
+        return
+
     def compiled(launch, arguments):
         return launch.kernel.warmup(*arguments, grid=launch.grid, **launch.constants)
 
