@@ -91,3 +91,11 @@ def test_the_plan_covers_every_variant_dtype_regime_and_size():
 def test_one_call_reaches_every_kernel(capsys):
     one_call.main("cpu", "float32")
     assert capsys.readouterr().out.splitlines()[-1] == "all: done"
+
+
+@pytest.mark.parametrize(("code", "said", "ok"), [(0, "7.5", True), (0, "12", False), (-6, "7.5", False), (1, "", False)])
+def test_a_first_call_that_aborts_is_not_ok_however_fast(code, said, ok):
+    done = mock.Mock(returncode=code, stdout=said, stderr="terminate called")
+    with mock.patch.object(verify.subprocess, "run", return_value=done):
+        row = verify.first_call("kda")
+    assert row["ok"] is ok and row["seconds"] == (f"{float(said):.1f}" if said else "inf")

@@ -297,10 +297,10 @@ def first_call(name):
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"TRITON_CACHE_DIR": cache}
         done = subprocess.run([sys.executable, "-c", FIRST.format(name=name)], capture_output=True, text=True, env=environment)
-    said = done.stdout.split()  # PyTorch can abort as it leaves, after all that is measured here: its issue 38230
+    said = done.stdout.split()  # there also where the process aborts as it leaves, which is no less a failure
     seconds = float(said[-1]) if said else float("inf")
     note = done.stderr.strip().splitlines()[-1] if done.returncode else ""
-    return line("first call", name, dtype=torch.bfloat16, ok=seconds <= 10, seconds=f"{seconds:.1f}", note=note)
+    return line("first call", name, dtype=torch.bfloat16, ok=seconds <= 10 and done.returncode == 0, seconds=f"{seconds:.1f}", note=note)
 
 
 def attempt(check, *arguments, **options):
