@@ -3,11 +3,13 @@
 TRITON_INTERPRET counts only if it is set before Triton is first imported, and then for the whole process.
 """
 
+import weakref
+
 import pytest
 import torch
 from operators import CASES, REGIMES_OF, inputs, leaves, tensors, tree_map, with_gradients
 
-from linattn_edu import decay
+from linattn_edu import decay, gla
 from linattn_edu.kernels import additive, mode
 
 NAMES = list(CASES)
@@ -165,6 +167,27 @@ def test_torch_compile_takes_the_kernels_whole(name):
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     for x, y in zip(outputs(compiled, arguments), outputs(fused, arguments), strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_only_for_a_backward_pass_does_gla_keep_its_running_sums(backward, monkeypatch):
+    """They are its largest array; without them o takes their memory, and a forward pass needs less than FLA's."""
+    arguments = inputs("gla", B=1, T=20, H=1, HV=1, dtype=torch.float32)
+    made, there = [], []
+
+    class Watched(additive.Plan):
+        def empty(self, *shape, dtype=torch.float32):
+            x = super().empty(*shape, dtype=dtype)
+            if dtype == self.whole:
+                made.append(weakref.ref(x))
+            return x
+
+    walk = additive.go
+    monkeypatch.setattr(additive, "cached_plan", Watched)
+    monkeypatch.setattr(additive, "go", lambda *a, **options: there.append(made[0]() is not None) or walk(*a, **options))
+    with torch.set_grad_enabled(backward):
+        gla.fused(**with_gradients(arguments), backend="triton")
+    assert len(made) == 1 and there and set(there) == {backward}
 
 
 def outputs(function, arguments):

@@ -152,3 +152,16 @@ def test_bfloat16_on_a_t4_is_refused(root):
     program = "import torch, linattn_edu.kernels as k; k.compile_all((7, 5), [torch.bfloat16])"
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
     assert "bfloat16 needs compute capability 8.0" in done.stderr
+
+
+@WITHOUT_TRITON
+def test_a_first_call_does_not_load_the_compiler_of_torch(root):
+    """It takes seconds to import, nearly half of the first call that verify times on a GPU, and eager mode has no use for it."""
+    program = (
+        "import sys, torch; from linattn_edu import gla; x = torch.rand(1, 20, 1, 16).requires_grad_();"
+        "gla.fused(x, x, x, g=-x, backend='triton')[0].sum().backward(); assert x.grad.abs().sum() > 0;"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -59,8 +59,8 @@ def benchmarks():
 
 
 def of_experiments():
-    """The files of `book/data/experiments`, with the first sentence of the experiment."""
-    paths = sorted((DATA / "experiments").glob("*.csv"))
+    """The files of `book/data/experiments` and, with their larger settings, `experiments_gpu`: the experiment's first sentence."""
+    paths = sorted((DATA / "experiments").glob("*.csv")) + sorted((DATA / "experiments_gpu").glob("*.csv"))
     return [HEADER, *(row(path, inspect.getdoc(experiments.find(path.stem)).splitlines()[0]) for path in paths)]
 
 

@@ -8,6 +8,7 @@ This module imports no Triton: the kernels are loaded at their first call, so th
 
 import functools
 import os
+import sys
 
 import torch
 
@@ -24,8 +25,22 @@ ADVICE = {
 }
 
 
+@functools.cache
+def mode_of(triton_imported, interpret):
+    from linattn_edu.doctor import triton_mode  # which imports this module
+
+    return triton_mode()
+
+
+def present_mode():
+    """`mode`, asked again only if the answer may have changed."""
+    return mode_of("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
+
+
 def mode():
     """How kernels run in this process, in the words of `doctor.triton_mode`."""
+    if not torch.compiler.is_compiling():
+        return present_mode()
     from linattn_edu.kernels.probe import mode
 
     return mode()

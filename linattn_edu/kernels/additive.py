@@ -32,9 +32,9 @@ class Plan:
         self.shared = dict(PACKED=self.packed, C=c.C, DTYPE=DTYPES[c.dtype], PRECISION=c.precision, DIGITS=digits)
 
     def cut(self, programs):
-        """Segments a sequence and their tokens: none are cut if the sequences alone keep half of the device busy."""
+        """Segments a sequence and their tokens: none are cut if the sequences alone give every multiprocessor work."""
         c, wanted = self.config, multiprocessors(self.device)
-        NS = 1 if 2 * programs > wanted else max(1, min(c.programs * wanted // programs, self.T // c.least))
+        NS = 1 if programs >= wanted else max(1, min(c.programs * wanted // programs, self.T // c.least))
         L = -(-self.T // (NS * c.C)) * c.C
         return -(-self.T // L), L
 
@@ -148,23 +148,27 @@ def run_forward(
 ):  # fmt: skip
     """o, the last state if `final`, and if `save` the arrays that `run_backward` takes as `kept`."""
     p = plan(q, v, g, cu_seqlens, chunk_size, traced)
-    o, x = p.output([p.V], out_dtype, p.K), forward_buffers(p)
+    x = forward_buffers(p)
+    kept = [x[name] for name in kept_names(p)] if save else []
+    first_segment, table = (None, None) if traced else table_of(p, cu_seqlens)
+    if p.by_channel and not traced:
+        with on_device(q):
+            p.each_chunk(channel.intra, p.config.intra)(
+                q, k, g, x["G"], x["P"], x["q_start"], x["k_end"], x["decay"], table, *p.sizes, p.H, p.HV
+            )
+        q, k, g = x["q_start"], x["k_end"], x["decay"]
+    x.pop("G", None)  # only the backward pass reads it again: without one its memory is free for o
+    o = p.output([p.V], out_dtype, p.K)
     last = p.empty(p.N, p.HV, p.K, p.V) if final else None
     if not traced:
-        with on_device(q):
-            first_segment, table = table_of(p, cu_seqlens)
-            if p.by_channel:
-                p.each_chunk(channel.intra, p.config.intra)(
-                    q, k, g, x["G"], x["P"], x["q_start"], x["k_end"], x["decay"], table, *p.sizes, p.H, p.HV
-                )
-                q, k, g = x["q_start"], x["k_end"], x["decay"]
+        with on_device(v):
             first, end = initial_state, last
             if p.several:
                 go(p, table, None, k, v, g, last=x["S"], lost=x["lost"])
                 p.carry(False)(x["S"], x["lost"], initial_state, last, first_segment, p.NS, p.HV)
                 first, end = x["S"], None
             go(p, table, q, k, v, g, o=o, first=first, last=end, scale=scale, P=x.get("P"))
-    return whole(o, v, out_dtype), last, [x[name] for name in kept_names(p)] if save else []
+    return whole(o, v, out_dtype), last, kept
 
 
 def run_backward(
