@@ -3,12 +3,14 @@
 import re
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from book.tables import data_files, feature_maps, kernel_versions, memory, variants
+from linattn_edu.bench import record
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,32 @@ def test_every_recorded_file_says_where_and_when_it_was_made():
     for name, shows, made, command in tables:
         assert shows and re.fullmatch(r"\w.+, torch [\d.]+\S*, .*\d{4}-\d\d-\d\d", made), name
         assert command == "–" or command.startswith("`python -m linattn_edu."), name
+
+
+def test_every_notebook_ran_on_a_gpu_within_three_minutes():
+    rows, about = record.read(data_files.DATA / "notebooks_h200.csv")
+    assert "H200" in about["machine"]
+    assert sorted(row["notebook"] for row in rows) == sorted(x.stem for x in (data_files.ROOT / "notebooks").glob("*.ipynb"))
+    assert all(0 < row["seconds"] <= 180 for row in rows)
+
+
+def test_the_kernels_are_timed_whole_beside_flash_linear_attention():
+    """Time of FLA over ours: wall time, device time at the long shapes, peak memory; and the step's bandwidth over a copy's."""
+    cells, steps = {}, {}
+    for row in record.read(data_files.DATA / "bench_h200.csv")[0]:
+        cells.setdefault((row["op"], row["pass"], row["B"], row["T"], row["K"]), {})[row["form"]] = row
+    cells = {cell: forms for cell, forms in cells.items() if cell[0] != "softmax"}
+    assert len(cells) == 6 * 2 * 6 and all(forms.keys() == {"fused", "FLA"} for forms in cells.values())
+    ratios = {x: {cell: f["FLA"][x] / f["fused"][x] for cell, f in cells.items()} for x in ("wall_ms", "device_ms", "peak_MiB")}
+    assert min(ratios["peak_MiB"].values()) >= 1
+    long = [cell for cell in cells if cell[2] * cell[3] >= 2**14]
+    for clock in ("wall_ms", "device_ms"):
+        assert geometric_mean(ratios[clock][cell] for cell in long) >= 1 and min(ratios[clock][cell] for cell in long) >= 0.7
+    assert geometric_mean(ratios["wall_ms"][cell] for cell in cells if cell not in long) >= 2
+    for row in record.read(data_files.DATA / "decode_kernels_h200.csv")[0]:
+        steps.setdefault((row["op"], row["B"]), {})[row["form"]] = row
+    full = {key: forms for key, forms in steps.items() if key[1] >= 64 and key[0] not in ("softmax", "mamba")}
+    assert len(full) == 6 * 2 and all(forms["copy"]["device_ms"] / forms["step"]["device_ms"] >= 0.8 for forms in full.values())
 
 
 def test_a_head_is_read_in_both_forms(tmp_path):

@@ -25,6 +25,7 @@ SHOWS = {
     "kernel_versions": "versions of the kernels: prediction, time, reason",
     "kernels_h200": "errors of the kernels' outputs, states and gradients against float64",
     "kernels_h200_speed": "first timing of the kernels beside SDPA",
+    "notebooks_h200": "seconds that every notebook runs, compilation included",
     "sweep_h200_bfloat16": "time and memory of softmax and linear attention against the tokens, bfloat16",
     "sweep_h200_float32": "the same in float32",
 }
