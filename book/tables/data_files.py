@@ -14,7 +14,7 @@ PACKAGES = ("python", "torch", "cuda", "triton", "fla", "transformers", "linattn
 
 SHOWS = {
     "bench_cpu": "every operator's forms on a CPU: time, memory, error",
-    "bench_h200": "every operator's kernels beside SDPA and FLA in one run: wall and device time, memory, error",
+    "bench_h200": "every operator's kernels beside SDPA and, in the same run, FLA: wall and device time, memory, error",
     "cpu_forms": "every form on a CPU, and how time and memory grow with the tokens",
     "decode_eager_h200": "one token after a context, with the step in plain PyTorch",
     "decode_h200_bfloat16": "one token after a context: the KV cache against the state",
