@@ -3,6 +3,7 @@
 TRITON_INTERPRET counts only if it is set before Triton is first imported, and then for the whole process.
 """
 
+import inspect
 import weakref
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from operators import CASES, REGIMES_OF, inputs, leaves, tensors, tree_map, with_gradients
 
 from linattn_edu import decay, gla
-from linattn_edu.kernels import additive, mode
+from linattn_edu.kernels import additive, config, mode
+from linattn_edu.kernels.delta_backward import delta_intra_backward
+from linattn_edu.kernels.launch import Launch
+from linattn_edu.kernels.walk import walk
 
 NAMES = list(CASES)
 
@@ -98,6 +102,55 @@ def test_strong_gates_leave_their_gradient_its_digits_where_operands_are_rounded
     assert (found - expected).norm() <= 6e-4 * expected.norm()
 
 
+@pytest.mark.parametrize("bounds", [None, [0, 0, 9, 37]])
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda"])
+def test_in_one_chunk_the_gate_gradient_keeps_its_digits_whatever_states_are_kept_in(name, bounds, monkeypatch):
+    """A GPU keeps them in bfloat16 between kernels, but what a sequence begins and ends with is given in float32.
+
+    Tokens that write little and read nothing leave the gradient to the product of the two.
+    """
+    arguments = inputs(name, "weak", B=1, T=37, H=1, HV=2, K=20, V=36, N=bounds and len(bounds) - 1, dtype=torch.float32)
+    arguments |= {"q": 0 * arguments["q"], "k": 1e-3 * arguments["k"]}
+    packed = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+    at = 2 + list(arguments).index("g")
+    names, run, rounded = list(inspect.signature(delta_intra_backward.fn).parameters), Launch.__call__, []
+
+    def rounding(launch, *args):
+        if launch.kernel is delta_intra_backward:
+            for kept in (args[names.index("states")], args[names.index("dstates")]):
+                rounded.append(kept.copy_(kept.bfloat16()))
+        return run(launch, *args)
+
+    monkeypatch.setattr(Launch, "__call__", rounding)
+    found = outputs_and_gradients(CASES[name].module.fused, arguments, backend="triton", **packed)[at]
+    double = {key: x.double() if torch.is_tensor(x) else x for key, x in arguments.items()}
+    expected = outputs_and_gradients(CASES[name].module.recurrent, double, **packed)[at]
+    assert len(rounded) == 2
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("gate", ["decay", "gla"])
+def test_the_gate_gradient_of_additive_rules_meets_states_in_float32(gate, monkeypatch):
+    """With bfloat16 inputs on a GPU, whose plans are made here."""
+    found = []
+
+    def look(launch, *args):
+        if launch.kernel is walk:
+            states = dict(zip(inspect.signature(walk.fn).parameters, args))["states"]
+            found.extend([] if states is None else [states.dtype])
+
+    monkeypatch.setattr(Launch, "__call__", look)
+    monkeypatch.setattr(config, "capability_of", lambda _: (9, 0))
+    additive.cached_plan.cache_clear()
+    a = inputs(gate, B=1, T=37, H=1, HV=1, dtype=torch.float32)
+    q, k, v = (a[name].bfloat16() for name in "qkv")
+    options = None, None, None, 1.0, 64
+    o, _, kept = additive.run_forward(q, k, v, a["g"], *options, True, False, torch.bfloat16)
+    additive.run_backward(o, None, q, k, v, a["g"], None, None, None, kept, 1.0, 64)
+    additive.cached_plan.cache_clear()
+    assert found == [torch.float32] * 2
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "beta" in CASES[name].gates])
 def test_reflections_and_like_keys(name):
     arguments = inputs(name, B=1, T=70, H=1, HV=1, beta_max=2.0)
@@ -182,9 +235,9 @@ def test_only_for_a_backward_pass_does_gla_keep_its_running_sums(backward, monke
                 made.append(weakref.ref(x))
             return x
 
-    walk = additive.go
+    go = additive.go
     monkeypatch.setattr(additive, "cached_plan", Watched)
-    monkeypatch.setattr(additive, "go", lambda *a, **options: there.append(made[0]() is not None) or walk(*a, **options))
+    monkeypatch.setattr(additive, "go", lambda *a, **options: there.append(made[0]() is not None) or go(*a, **options))
     with torch.set_grad_enabled(backward):
         gla.fused(**with_gradients(arguments), backend="triton")
     assert len(made) == 1 and there and set(there) == {backward}

@@ -564,7 +564,8 @@ def test_recorded_layers_train_with_kernels_as_exactly_as_without():
         ))  # fmt: skip
         assert 0 < fused["gradient_error"] < 1.1 * rounded["gradient_error"] != fused["gradient_error"]
         assert fused["loss_after"] == pytest.approx(exact["loss_after"], abs=3e-3) and fused["loss_after"] < 4.3
-    assert h200.disagreements(rows) == ["linear"]  # in one parameter, as the docstring says
+        assert fused["worst_error"] < 1.15 * rounded["worst_error"]
+    assert h200.disagreements(rows) == []
 
 
 def test_recorded_graphs_take_as_long_at_1k_tokens_as_at_1m_without_attention():

@@ -148,6 +148,22 @@ def test_kernels_fit_the_device(root, tmp_path, capability):
 
 
 @WITHOUT_TRITON
+def test_beside_a_normaliser_the_gradient_of_q_keeps_more_digits(root, tmp_path):
+    """dq_i = sum_j (dN_i^T v_j + dD_i) k_j is what is left of two sums: dO meets the values and the state as TF32."""
+    program = (
+        "import torch; from linattn_edu.kernels import compiling\n"
+        "with compiling.compiling_for((9, 0)) as compiled:\n"
+        "    compiling.train('none', False, torch.bfloat16, 64, 65, torch.float32)\n"
+        "dots = [[line for line in k.asm['ttir'].splitlines() if 'tt.dot' in line] for n, k in compiled if n == 'walk']\n"
+        "assert sum(map(len, dots)) >= 12\n"
+        "print([sum('xf32> * tensor' in dot for dot in each) for each in dots if any('xf32> * tensor' in dot for dot in each)])\n"
+    )
+    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "[2]", done.stderr[-4000:]
+
+
+@WITHOUT_TRITON
 def test_bfloat16_on_a_t4_is_refused(root):
     program = "import torch, linattn_edu.kernels as k; k.compile_all((7, 5), [torch.bfloat16])"
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -11,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from book.tables import data_files, feature_maps, kernel_versions, memory, variants
 from linattn_edu.bench import record
+from linattn_edu.check.cases import REGIMES_OF
+from linattn_edu.kernels import verify
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,27 @@ def test_every_notebook_ran_on_a_gpu_within_three_minutes():
     assert "H200" in about["machine"]
     assert sorted(row["notebook"] for row in rows) == sorted(x.stem for x in (data_files.ROOT / "notebooks").glob("*.ipynb"))
     assert all(0 < row["seconds"] <= 180 for row in rows)
+
+
+def test_on_the_gpu_every_kernel_is_right_and_every_first_call_short():
+    """Every variant, dtype, gate regime and size, the gradients too, within three times the error of PyTorch's chunks."""
+    rows, about = record.read(data_files.DATA / "kernels_h200.csv")
+    assert "H200" in about["machine"] and all(row["ok"] == "True" for row in rows)
+    count = Counter(row["check"] for row in rows)
+    assert count.keys() == {
+        "whole", "packed", "long", "step", "scan", "over 2^31", "CUDA graph", "torch.compile", "no wait", "second device", "first call",
+    }  # fmt: skip
+    ops = {"linear-plain", "decay", "gla", "deltanet", "gated_deltanet", "kda"}
+    for check in ("CUDA graph", "torch.compile", "no wait", "second device", "first call"):
+        assert {row["variant"] for row in rows if row["check"] == check} == ops
+    assert all(row["seconds"] <= 10 for row in rows if row["check"] == "first call")
+    whole = [row for row in rows if row["check"] in ("whole", "packed", "long")]
+    assert all(row["error"] <= max(3 * row["reference"], 1e-6) for row in whole)
+    sizes = {(row["variant"], row["regime"], row["dtype"], row["K"], row["V"]) for row in whole if row["T"] == 300}
+    for name, regime in REGIMES_OF:
+        for dtype in ("float32", "float16", "bfloat16"):
+            assert {(name, regime, dtype, K, V) for K, V in verify.SIZES} <= sizes
+        assert {1, 2, 40, 4096, 65536} <= {row["T"] for row in whole if (row["variant"], row["regime"]) == (name, regime)}
 
 
 def test_the_kernels_are_timed_whole_beside_flash_linear_attention():

@@ -201,7 +201,7 @@ def walk_back(p, x, do, dlast, q, k, v, g, initial_state, cu_seqlens, scale, dq,
     back = dict(first=dS, scale=scale, unit=scale, reverse=True)
     splits, dq_, dk_, read, written, states, lasting = p.splits(p.V), dq, dk, None, None, None, None
     if g is not None:
-        states, lasting = p.empty(p.chunks, p.HV, p.K, p.V, dtype=c.dtype), p.empty(splits, p.chunks, p.HV, p.K)
+        states, lasting = p.empty(p.chunks, p.HV, p.K, p.V), p.empty(splits, p.chunks, p.HV, p.K)
     if p.by_channel:
         dq_, dk_ = p.output([p.K], c.dtype, p.V), p.output([p.K], c.dtype, p.V)
     if p.gate == "scalar":

@@ -9,13 +9,25 @@ def chunk_of_program(chunks, T, NT, HV, C: tl.constexpr, PACKED: tl.constexpr):
     """Chunk, value head, first token and end of the sequence; neighbouring programs are neighbouring heads in memory."""
     c = tl.program_id(0).to(tl.int64) // HV
     if PACKED:
-        first = tl.load(chunks + 2 * c)
-        stop = tl.load(chunks + 2 * c + 1)
+        first = tl.load(chunks + 3 * c)
+        stop = tl.load(chunks + 3 * c + 1)
     else:
         n = c // NT
         first = n * T + (c - n * NT) * C
         stop = (n + 1) * T
     return c, tl.program_id(0) % HV, first, stop
+
+
+@triton.jit
+def sequence_of_chunk(chunks, cu_seqlens, c, T, NT, PACKED: tl.constexpr):
+    """The sequence of a chunk, and its first token."""
+    if PACKED:
+        n = tl.load(chunks + 3 * c + 2)
+        start = tl.load(cu_seqlens + n)
+    else:
+        n = c // NT
+        start = n * T
+    return n, start
 
 
 @triton.jit

@@ -153,7 +153,7 @@ def run_backward(
             )  # fmt: skip
             p.intra_backward(
                 q, k, v, g, beta, get("P"), get("M"), get("decay"), do, get("U"), dv_new, get("states"), dstates,
-                *(handed or [None] * 6), dq, dk, dv, dg, dbeta, table, scale, *sizes,
+                initial_state, dlast, *(handed or [None] * 6), dq, dk, dv, dg, dbeta, cu_seqlens, table, scale, *sizes,
             )  # fmt: skip
             if p.gate == "channel":
                 p.channel_backward(

@@ -31,6 +31,7 @@ from linattn_edu.kernels.blocks import (
     decay_matrix_gradient,
     decay_vectors,
     matmul,
+    sequence_of_chunk,
     sum_before,
     tokens_of_sequence,
 )
@@ -89,10 +90,34 @@ def delta_inter_backward(
         tl.store(dS_first + at_state, dS, mask=mask_state)
 
 
+@triton.jit
+def states_met(
+    states, dstates, S_first, dS_last, tile, n, h, starts, ends, x, HV,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """ddecay of the channels x of a chunk that starts or ends its sequence: with the state, or its gradient, as it was
+    given. Those are float32; here, where nothing but their product counts, bfloat16 would be all of the error.
+    """
+    dd = tl.zeros(x.shape, tl.float32)
+    for v0 in range(0, VP, BV):
+        y = v0 + tl.arange(0, BV)
+        in_states = tile * VP * KP + y[:, None] * KP + x[None, :]
+        at_state = (n * HV + h) * K * V + y[:, None] + x[None, :] * V
+        given = (y < V)[:, None] & (x < K)[None, :]
+        S = tl.load(states + in_states).to(tl.float32)
+        dS = tl.load(dstates + in_states).to(tl.float32)
+        if S_first is not None:
+            S = tl.load(S_first + at_state, mask=given & starts, other=S)
+        if dS_last is not None:
+            dS = tl.load(dS_last + at_state, mask=given & ends, other=dS)
+        dd += tl.sum(S * dS, 0)
+    return dd
+
+
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
 def delta_intra_backward(
-    q, k, v, g, beta, P, M, decay, do, v_new, dv_new, states, dstates, dP_out, dA_out, dQ_s, dK_e, dK_s, ddecay,
-    dq, dk, dv, dg, dbeta, chunks, scale, T, NT, H, HV,
+    q, k, v, g, beta, P, M, decay, do, v_new, dv_new, states, dstates, S_first, dS_last, dP_out, dA_out, dQ_s, dK_e,
+    dK_s, ddecay, dq, dk, dv, dg, dbeta, cu_seqlens, chunks, scale, T, NT, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -113,6 +138,9 @@ def delta_intra_backward(
     row_qk = t * H + h // (HV // H)
     tile = c * HV + h
     in_C = tile * C * C + i[:, None] * C + i[None, :]
+    if GATE != "none":
+        n, start_n = sequence_of_chunk(chunks, cu_seqlens, c, T, NT, PACKED)
+        starts, ends = first == start_n, first + C >= stop
     b = tl.load(beta + row, mask=real, other=0.0)[:, None]
     M_T = tl.trans(tl.load(M + in_C))
     dP = tl.zeros([C, C], tl.float32)
@@ -178,6 +206,9 @@ def delta_intra_backward(
             dq_x += matmul(do_y, S, DTYPE, PRECISION)
             dR = matmul(M_T, tl.trans(tl.load(dv_new + in_v)), DTYPE, PRECISION)
             dk_s -= matmul(dR, S, DTYPE, PRECISION)
+        if GATE != "none":
+            if starts | ends:
+                dd = states_met(states, dstates, S_first, dS_last, tile, n, h, starts, ends, x, HV, K, V, KP, VP, BV)
         if GATE == "channel":
             in_k = tile * C * KP + i[:, None] * KP + x[None, :]
             tl.store(dQ_s + in_k, dq_x)

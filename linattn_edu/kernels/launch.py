@@ -73,7 +73,7 @@ def side_by_side(x):
 
 
 def chunk_table(cu_seqlens, T, C):
-    """First token and end of every chunk of packed sequences, and each sequence's first chunk; nothing is read back.
+    """First token, end and number of the sequence of every chunk of packed ones, and each one's first chunk; nothing is read back.
 
     How many chunks there are only the device knows; T // C + N suffice, and those left over are empty.
     """
@@ -84,7 +84,7 @@ def chunk_table(cu_seqlens, T, C):
     n = torch.searchsorted(first_chunk[1:], c, right=True).clamp(max=N - 1)
     stop = cu_seqlens[n + 1]
     first = torch.minimum(cu_seqlens[n] + (c - first_chunk[n]) * C, stop)
-    return first_chunk, torch.stack([first, stop], -1)
+    return first_chunk, torch.stack([first, stop, n], -1)
 
 
 def shared_heads(dx, x):

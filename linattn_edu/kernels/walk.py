@@ -30,8 +30,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def tokens_of_segment(table, s, T, L, NS, PACKED: tl.constexpr):
     """First token and end of the segment s, at most L tokens of one of the sequences, which lie one after another."""
     if PACKED:
-        first = tl.load(table + 2 * s)
-        stop = tl.load(table + 2 * s + 1)
+        first = tl.load(table + 3 * s)
+        stop = tl.load(table + 3 * s + 1)
     else:
         n = s // NS
         first = n * T + (s - n * NS) * L
@@ -70,7 +70,8 @@ def walk(
     o only the states are found, and the decay of each segment, `lost`. For the gradient of gates a walk forward leaves
     the `states` that chunks start from, a walk back their products with its own, `kept`; `sums` [blocks, tokens, HV]
     are e^T times what o owes to S. With a gate for each channel `channel` has made the scores P, put the decays into
-    the operands, and g is the decay of each chunk, of the channels Y if TRANSPOSED, else X.
+    the operands, and g is the decay of each chunk, of the channels Y if TRANSPOSED, else X. A float32 `a` keeps more
+    digits in its products than DTYPE, 11: it is dO beside a normaliser, whose gradient takes most of the others' away.
 
     Bytes a token and head: reads 2 X for each of the Y / BY programs and Y for each of the X / BX; writes Y.
     FLOPs: 4 X Y + 2 C (X + Y).
@@ -105,7 +106,7 @@ def walk(
         t = first + m * C
         real = (i < stop - t)[:, None]
         chunk = (s * (L // C) + m) * HV + h
-        b_c = tl.load(b + (t * HX + h_x) * X + at_x, mask=real & real_x, other=0.0)
+        b_c = tl.load(b + (t * HX + h_x) * X + at_x, mask=real & real_x, other=0.0).to(DTYPE)
         c_c = tl.load(c + (t * HY + h_y) * Y + at_y, mask=real & real_y, other=0.0)
         if GATE == "scalar":
             G = running_sums(tl.load(g + (t + i) * HV + h, mask=i < stop - t, other=0.0), DIGITS)
@@ -127,7 +128,8 @@ def walk(
                 tl.store(at_chunk, S, mask=mask_S)
         if o is not None:
             a_c = tl.load(a + (t * HX + h_x) * X + at_x, mask=real & real_x, other=0.0)
-            o_c = matmul(a_c, S, DTYPE, PRECISION)
+            OWN: tl.constexpr = tl.float32 if a_c.dtype == tl.float32 else DTYPE
+            o_c = matmul(a_c, S, OWN, PRECISION)
             if GATE == "scalar":
                 o_c *= end if REVERSE else start
             if e is not None:
@@ -135,7 +137,7 @@ def walk(
                 at_token = ((split * tl.num_programs(1) + tl.program_id(1)) * tokens + t + i) * HV + h
                 tl.store(sums + at_token, scale * tl.sum(e_c * o_c, 1), mask=i < stop - t)
             if GATE != "channel":
-                A = matmul(a_c, tl.trans(b_c), DTYPE, PRECISION)
+                A = matmul(a_c, tl.trans(b_c), OWN, PRECISION)
                 if GATE == "scalar":
                     A *= decay_matrix(-G, -G, allowed, unit_G) if REVERSE else decay_matrix(G, G, allowed, unit_G)
                 else:
