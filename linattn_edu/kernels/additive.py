@@ -5,7 +5,7 @@ import functools
 import torch
 
 from linattn_edu.kernels import channel, walk
-from linattn_edu.kernels.config import additive, multiprocessors, power_of_two
+from linattn_edu.kernels.config import additive, most_registers, multiprocessors, power_of_two
 from linattn_edu.kernels.device import on_device
 from linattn_edu.kernels.launch import DTYPES, Launch, chunk_table
 
@@ -64,7 +64,7 @@ class Plan:
             self.launches[key] = Launch(
                 walk.walk, (self.segments * self.HV, -(-Y // BY), -(-X // BX)),
                 X=X, Y=Y, BX=BX, BY=BY, GATE=self.gate, REVERSE=reverse, TRANSPOSED=transposed,
-                num_warps=warps, num_stages=stages, **self.shared,
+                num_warps=warps, num_stages=stages, maxnreg=most_registers(self.K), **self.shared,
             )  # fmt: skip
         return self.launches[key]
 

@@ -24,16 +24,17 @@ class Plan:
         common = dict(K=self.K, C=c.C, KP=c.KP, PACKED=self.packed, DTYPE=DTYPES[c.dtype], PRECISION=c.precision)
         walk = dict(**common, V=V, VP=self.VP, BV=c.BV, GATE=gate, num_warps=4)
         each_chunk, each_sequence = self.chunks * HV, (self.N * HV, self.VP // c.BV)
+        in_turn = dict(**walk, num_stages=c.stages[0], maxnreg=config.most_registers(self.K))
         forward, backward = delta_forward, delta_backward
 
         def saving(save):
             return (
                 Launch(forward.delta_intra, (each_chunk,), **walk, BK=c.BK, SAVE=save, PRECISE=c.precise, num_stages=1),
-                Launch(forward.delta_inter, each_sequence, **walk, SAVE=save, num_stages=c.stages[0]),
+                Launch(forward.delta_inter, each_sequence, **in_turn, SAVE=save),
             )
 
         self.forward = {save: saving(save) for save in (False, True)}
-        self.inter_backward = Launch(backward.delta_inter_backward, each_sequence, **walk, num_stages=c.stages[0])
+        self.inter_backward = Launch(backward.delta_inter_backward, each_sequence, **in_turn)
         self.intra_backward = Launch(
             backward.delta_intra_backward, (each_chunk,), **walk, BK=c.BK, num_stages=c.stages[1]
         )
