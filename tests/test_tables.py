@@ -108,6 +108,12 @@ def test_on_the_gpu_every_kernel_is_right_and_every_first_call_short():
         assert {1, 2, 40, 4096, 65536} <= {row["T"] for row in whole if (row["variant"], row["regime"]) == (name, regime)}
 
 
+def test_no_kernel_reads_or_writes_outside_of_its_memory():
+    rows, about = record.read(data_files.DATA / "sanitizer_h200.csv")
+    assert "H200" in about["machine"] and {row["dtype"] for row in rows} == {"bfloat16", "float32"}
+    assert all((row["tool"], row["done"], row["errors"]) == ("memcheck", "all", 0) for row in rows)
+
+
 def test_the_kernels_are_timed_whole_beside_flash_linear_attention():
     """Time of FLA over ours: wall time, device time at the long shapes, peak memory; and the step's bandwidth over a copy's."""
     cells, steps = {}, {}

@@ -26,6 +26,7 @@ SHOWS = {
     "kernels_h200": "errors of the kernels' outputs, states and gradients against float64",
     "kernels_h200_speed": "first timing of the kernels beside SDPA",
     "notebooks_h200": "seconds that every notebook runs, compilation included",
+    "sanitizer_h200": "accesses outside of memory that compute-sanitizer finds in one small call of every kernel",
     "sweep_h200_bfloat16": "time and memory of softmax and linear attention against the tokens, bfloat16",
     "sweep_h200_float32": "the same in float32",
 }

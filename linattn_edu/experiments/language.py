@@ -85,6 +85,15 @@ def equal_recipes(width, heads):
     return {name: (layer, options | equal.get(name, {})) for name, (layer, options) in recipes(width, heads).items()}
 
 
+def one_each(seed, every, mixers, width, heads, depth, **recipe):
+    """A model of each of the `mixers`, made as `every` says, with as many parameters as the one of softmax."""
+    configs = {
+        name: reference(width, heads, depth, mixers=(every[name][0],) * depth, options={every[name][0]: every[name][1]})
+        for name in mixers
+    }
+    return compare(seed, configs, parameters(reference(width, heads, depth)), **recipe)
+
+
 @experiment(gpu=GPU, parts="mixers")
 def language(
     seed, *, device="cpu",
@@ -108,13 +117,8 @@ def language(
     Returns:
         rows with model, parameters, cache_bytes, training, validation.
     """
-    every = recipes(width, heads)
-    configs = {
-        name: reference(width, heads, depth, mixers=(every[name][0],) * depth, options={every[name][0]: every[name][1]})
-        for name in mixers
-    }
     recipe = {"device": device, "steps": steps, "batch": batch, "length": length, "lr": lr, "bf16": bf16}
-    return compare(seed, configs, parameters(reference(width, heads, depth)), **recipe)
+    return one_each(seed, recipes(width, heads), mixers, width, heads, depth, **recipe)
 
 
 @experiment(gpu=GPU, parts="mixers")
@@ -142,13 +146,8 @@ def equal_state(
     Returns:
         rows with model, parameters, cache_bytes, training, validation.
     """
-    every = equal_recipes(width, heads)
-    configs = {
-        name: reference(width, heads, depth, mixers=(every[name][0],) * depth, options={every[name][0]: every[name][1]})
-        for name in mixers
-    }
     recipe = {"device": device, "steps": steps, "batch": batch, "length": length, "lr": lr, "bf16": bf16}
-    return compare(seed, configs, parameters(reference(width, heads, depth)), **recipe)
+    return one_each(seed, equal_recipes(width, heads), mixers, width, heads, depth, **recipe)
 
 
 @experiment(gpu=GPU, parts="mixers")
