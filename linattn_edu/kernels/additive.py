@@ -64,7 +64,7 @@ class Plan:
             self.launches[key] = Launch(
                 walk.walk, (self.segments * self.HV, -(-Y // BY), -(-X // BX)),
                 X=X, Y=Y, BX=BX, BY=BY, GATE=self.gate, REVERSE=reverse, TRANSPOSED=transposed,
-                num_warps=warps, num_stages=stages, maxnreg=most_registers(self.K), **self.shared,
+                num_warps=warps, num_stages=stages, maxnreg=most_registers(self.device, self.K), **self.shared,
             )  # fmt: skip
         return self.launches[key]
 

@@ -17,16 +17,16 @@ def power_of_two(n):
     return max(16, 1 << (n - 1).bit_length())
 
 
-def most_registers(K):
-    """What to tell the assembler of a walk over chunks. With more than 128 features that of CUDA 12 and 13 may settle for 32
-    registers a thread and spill 5 to 6 kB, unless it hears that 255 are there; else it does better unasked.
-    """
-    return 255 if K > 128 else None
-
-
 @functools.cache
 def capability_of(device):
     return INTERPRETED if device.type == "cpu" else torch.cuda.get_device_capability(device)
+
+
+def most_registers(device, K):
+    """What to tell the assembler of a walk over chunks. Before Hopper, and with more than 128 features, that of CUDA 12 and
+    13 may settle for 32 registers a thread and spill 5 to 7 kB, unless it hears that 255 are there; else it does better unasked.
+    """
+    return 255 if K > 128 or capability_of(device) < (9, 0) else None
 
 
 class Additive(NamedTuple):

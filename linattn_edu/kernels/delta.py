@@ -24,7 +24,7 @@ class Plan:
         common = dict(K=self.K, C=c.C, KP=c.KP, PACKED=self.packed, DTYPE=DTYPES[c.dtype], PRECISION=c.precision)
         walk = dict(**common, V=V, VP=self.VP, BV=c.BV, GATE=gate, num_warps=4)
         each_chunk, each_sequence = self.chunks * HV, (self.N * HV, self.VP // c.BV)
-        in_turn = dict(**walk, num_stages=c.stages[0], maxnreg=config.most_registers(self.K))
+        in_turn = dict(**walk, num_stages=c.stages[0], maxnreg=config.most_registers(device, self.K))
         forward, backward = delta_forward, delta_backward
 
         def saving(save):
