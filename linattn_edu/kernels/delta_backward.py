@@ -107,9 +107,9 @@ def states_met(
         S = tl.load(states + in_states).to(tl.float32)
         dS = tl.load(dstates + in_states).to(tl.float32)
         if S_first is not None:
-            S = tl.load(S_first + at_state, mask=given & starts, other=S)
+            S = tl.load(S_first + at_state, mask=tl.where(starts, given, False), other=S)
         if dS_last is not None:
-            dS = tl.load(dS_last + at_state, mask=given & ends, other=dS)
+            dS = tl.load(dS_last + at_state, mask=tl.where(ends, given, False), other=dS)
         dd += tl.sum(S * dS, 0)
     return dd
 
