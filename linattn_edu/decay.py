@@ -25,10 +25,11 @@ def update(q, k, v, g, S):
 
 
 def intra(q, k, v, g):
-    """In a block that starts from the state S, where D_ij = exp(g_{j+1} + ... + g_i) for i >= j, else 0:
+    """In a block from the state S, D_ij = exp(g_{j+1} + ... + g_i) for i >= j, else 0:
 
     O = (Q K^T * D) V + Diag(since_start) Q S,   S' = decay S + (Diag(to_end) K)^T V,
-    since_start_i = exp(g_1 + ... + g_i),   to_end_i = exp(g_{i+1} + ... + g_C),   decay = since_start_C.
+    since_start_i = exp(g_1 + ... + g_i),   to_end_i = exp(g_{i+1} + ... + g_C),
+    decay = since_start_C.
     """
     start, end = since_start(g[..., None]), to_end(g[..., None])
     return (q @ k.mT * decay_matrix(g)) @ v, start * q, (end * k).mT @ v, start[..., -1:, :]

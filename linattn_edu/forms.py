@@ -78,7 +78,7 @@ def computing_dtype(x):
 
 
 def fold(f, S, xs):
-    """Apply `(o, S) = f(*x, S)` along the first axis of the tensors `xs`; return all outputs and the last state."""
+    """Apply `(o, S) = f(*x, S)` along axis 0 of `xs`: all outputs, and the last state."""
     outputs = []
     for x in zip(*xs):
         o, S = f(*x, S)

@@ -26,7 +26,7 @@ def update(q, k, v, S):
 
 
 def intra(q, k, v):
-    """In a block of queries Q, keys K, values V that starts from the state S, with the causal mask M:
+    """In a block Q, K, V that starts from the state S, with the causal mask M:
 
     O = (Q K^T * M) V + Q S,   S' = S + K^T V.
     """

@@ -70,6 +70,14 @@ def test_no_line_of_code_is_cut_off_on_a_laptop(code):
             assert len(line) <= 92, f"code cell {number}, {len(line)} columns: {line}"
 
 
+def test_no_line_of_what_is_printed_is_cut_off_on_a_laptop(code):
+    for number, cell in enumerate(code, 1):
+        printed = [output for output in cell.outputs if output.output_type == "stream"]
+        assert {output.name for output in printed} <= {"stdout"}, f"code cell {number}: a bar of progress or a warning"
+        for line in "".join(output.text for output in printed).splitlines():
+            assert len(line) <= 92, f"code cell {number}, {len(line)} columns: {line}"
+
+
 def test_every_cell_was_executed_in_order(code):
     """nbval compares nothing for a cell that was never executed."""
     counts = [cell.execution_count for cell in code if "nbval-skip" not in tags(cell)]

@@ -41,18 +41,21 @@ def features(x, real, MAP: tl.constexpr):
 @triton.jit(do_not_specialize=["HQ", "HV"])
 def step(
     q, k, v, g, beta, S, z, S_next, z_next, o, scale, eps, HQ, HV,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, WIDTH: tl.constexpr,
-    S_ROW: tl.constexpr, Z_ROW: tl.constexpr, S_ROW_NEXT: tl.constexpr, Z_ROW_NEXT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    WIDTH: tl.constexpr, S_ROW: tl.constexpr, Z_ROW: tl.constexpr,
+    S_ROW_NEXT: tl.constexpr, Z_ROW_NEXT: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """S~ = Diag(exp g) S,   S' = S~ + beta k (v - S~^T k)^T,   o = S'^T (scale q);   with z: z' = z + k, o / (z'^T q + eps).
+    """S~ = Diag(exp g) S,   S' = S~ + beta k (v - S~^T k)^T,   o = S'^T (scale q);
+    with z: z' = z + k,   o / (z'^T q + eps).
 
-    One program a sequence, value head and WIDTH value channels, taken BV at a time. The normaliser belongs to all value
-    channels, so with it WIDTH is V: were z in place, a second program might read it updated. A row of the state starts
-    S_ROW elements after the one before: V, or V + 1 in the state of a prefill, whose last column is z.
+    One program a sequence, value head and WIDTH value channels, taken BV at a time. The
+    normaliser belongs to all value channels, so with it WIDTH is V: were z in place, a
+    second program might read it updated. A row of the state starts S_ROW elements after the
+    one before: V, or V + 1 in the state of a prefill, whose last column is z.
 
-    Bytes a head: 8 K V for the state in float32; 2 K + 2 V numbers more. FLOPs: 4 K V, with a gate K V, with delta 2 K V
-    more.
+    Bytes a head: 8 K V for the state in float32; 2 K + 2 V numbers more. FLOPs: 4 K V, with
+    a gate K V, with delta 2 K V more.
     """
     head = tl.program_id(0).to(tl.int64)
     n = head // HV
@@ -64,21 +67,24 @@ def step(
     if GATE == "scalar":
         alpha = tl.exp(tl.load(g + head).to(tl.float32))
     if GATE == "channel":
-        alpha = tl.exp(tl.load(g + head * K + x, mask=real, other=0.0).to(tl.float32))[:, None]
+        g_t = tl.load(g + head * K + x, mask=real, other=0.0)
+        alpha = tl.exp(g_t.to(tl.float32))[:, None]
     if NORMALIZE:
         z_t = k_t + tl.load(z + (head * K + x) * Z_ROW, mask=real, other=0.0).to(tl.float32)
         tl.store(z_next + (head * K + x) * Z_ROW_NEXT, z_t, mask=real)
     for y0 in range(0, WIDTH, BV):
         y = tl.program_id(1) * WIDTH + y0 + tl.arange(0, BV)
         mask = real[:, None] & (y < V)[None, :]
-        S_t = tl.load(S + (head * K + x)[:, None] * S_ROW + y[None, :], mask=mask, other=0.0).to(tl.float32)
+        at = S + (head * K + x)[:, None] * S_ROW + y[None, :]
+        S_t = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(v + head * V + y, mask=y < V, other=0.0).to(tl.float32)
         if GATE != "none":
             S_t *= alpha
         if DELTA:
             w = tl.load(beta + head).to(tl.float32) * (w - tl.sum(S_t * k_t[:, None], 0))
         S_t += k_t[:, None] * w[None, :]
-        tl.store(S_next + (head * K + x)[:, None] * S_ROW_NEXT + y[None, :], S_t, mask=mask)
+        at = S_next + (head * K + x)[:, None] * S_ROW_NEXT + y[None, :]
+        tl.store(at, S_t, mask=mask)
         o_t = tl.sum(S_t * q_t[:, None], 0)
         if NORMALIZE:
             o_t /= tl.sum(z_t * q_t, 0) + eps
