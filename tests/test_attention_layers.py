@@ -3,6 +3,8 @@
 What they share with all layers, padding, packing and decoding, is in test_layers.py.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -192,7 +194,8 @@ def test_decoding_copies_a_token_a_few_times_only():
         k, v = cache.state
         where.append(k.data_ptr())
         assert k.untyped_storage().nbytes() <= k.nbytes * 9 / 8 + 64 * k[0, 0].nbytes
-    assert 3 < len(set(where)) < 10
+    moves = sum(x != y for x, y in pairwise(where))  # a move never ends where it began, but where an earlier one did
+    assert 3 <= moves < 9
 
 
 def test_modes_may_be_mixed():

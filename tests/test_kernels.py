@@ -118,6 +118,14 @@ def test_side_by_side_every_kernel_is_compiled_and_none_runs():
     assert said[-1][0] == "Triton"
 
 
+def printed_when_compiled(program, root, cache):
+    """What a program prints in a process of its own, where kernels are compiled and not interpreted."""
+    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 # A gate of each kind and both rules, in the dtype that the device is used with; `compile_all` alone makes all of them.
 DEVICES = {
     (7, 5): torch.float16,
@@ -142,9 +150,7 @@ def test_kernels_fit_the_device(root, tmp_path, capability):
         f"    assert r.shared_bytes <= SHARED_LIMIT[{capability}], r\n"
         "    assert r.registers > 0 and r.spilled_bytes <= 2048, r\n"
     )
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed_when_compiled(program, root, tmp_path)
 
 
 @WITHOUT_TRITON
@@ -158,9 +164,7 @@ def test_with_256_features_registers_are_used(root, tmp_path, dtype, variant):
         "for r in records:\n"
         "    assert r.spilled_bytes <= 2048, r\n"
     )
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed_when_compiled(program, root, tmp_path)
 
 
 @WITHOUT_TRITON
@@ -174,9 +178,7 @@ def test_beside_a_normaliser_the_gradient_of_q_keeps_more_digits(root, tmp_path)
         "assert sum(map(len, dots)) >= 12\n"
         "print([sum('xf32> * tensor' in dot for dot in each) for each in dots if any('xf32> * tensor' in dot for dot in each)])\n"
     )
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "[2]", done.stderr[-4000:]
+    assert printed_when_compiled(program, root, tmp_path).strip() == "[2]"
 
 
 @WITHOUT_TRITON
