@@ -85,6 +85,7 @@ def test_the_plan_covers_every_variant_dtype_regime_and_size():
     assert len(cases) == len(verify.REGIMES_OF) * 3 * 4
     lengths = {task[4]["T"] for task in [*tasks, *verify.large()] if task[0] is verify.case}
     assert lengths == {1, 2, 40, 300, 4096, 65536}
+    assert {(task[4]["T"], task[4]["HV"]) for task in [*tasks, *verify.large()] if task[0] is verify.case} >= {(1, 2), (1, 16)}
     groups = verify.grouped(tasks)
     assert sum(map(len, groups)) == len(tasks) and len(groups) >= 27
 
