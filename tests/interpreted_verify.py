@@ -32,6 +32,46 @@ def test_the_right_scan_is_ok(dtype):
     assert row["ok"] is True and row["dA"] != "" and row["dq"] == "" and row["variant"] == "mamba zoh"
 
 
+def two_numbers(errors_of_draws):
+    """`verify.computed` for a variant whose one gradient is two numbers; the pairs of errors, ours and theirs, by draw."""
+
+    def computed(name, regime, dtype, seed, *rest):
+        y = torch.tensor([3.0, 4.0], dtype=torch.float64)
+        ours, theirs = ({"dbeta": (y * (1 + x),)} for x in errors_of_draws[seed])
+        return ours, ours, theirs, {"dbeta": (y,)}
+
+    return mock.patch.object(verify, "computed", computed)
+
+
+def test_two_numbers_are_judged_over_all_draws_and_alone_they_are_counted():
+    """Errors of 1 to 4 thousandths a draw: their root mean square is what counts, whichever is larger where."""
+    luck = [(4e-3, 1e-3), (1e-3, 4e-3), (2e-3, 2e-3), (1e-3, 3.5e-3)]
+    with two_numbers(luck):
+        row, alone = (verify.case("kda", "weak", torch.bfloat16, B=1, T=1, draws=n) for n in (4, 1))
+    assert row["ok"] is True and row["note"] == "4 draws, dbeta beyond in 1 and its reference in 2"
+    assert (row["error"], row["reference"]) == ("2.35e-03", "2.88e-03")
+    assert alone["ok"] is False and alone["note"] == ""
+    with two_numbers([(4e-3, 1e-3)] * 4):
+        assert verify.case("kda", "weak", torch.bfloat16, B=1, T=1, draws=4)["ok"] is False
+
+
+def test_alike_errors_of_two_numbers_are_beyond_three_times_each_other_in_a_tenth():
+    """The F-distribution with 2 and 2 degrees of freedom: P(F > 9) = 1 / (1 + 9)."""
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs = torch.randn(2, 100_000, 2, generator=draw).norm(dim=-1)
+    assert (ours > 3 * theirs).float().mean().item() == pytest.approx(0.1, abs=0.003)
+
+
+def test_draws_differ_and_the_first_is_the_one_draw_of_other_cases():
+    sizes = SIZES | {"T": 1}
+    first, second = (verify.computed("kda", "weak", torch.float32, seed, None, "cpu", sizes) for seed in (0, 1))
+    a = verify.rounded(verify.inputs("kda", "weak", **sizes), torch.float32, "cpu")
+    assert verify.same(first[0], verify.results(kda.fused, a, backend="triton"))
+    assert not any(torch.equal(x, y) for name in first[0] for x, y in zip(first[0][name], second[0][name]))
+    row = verify.case("kda", "weak", torch.bfloat16, **sizes, draws=8, device="cpu")
+    assert row["ok"] is True and row["T"] == 1 and row["note"].startswith("8 draws")
+
+
 def test_packed_sequences():
     row = verify.case("decay", "strong", torch.float32, B=1, T=20, H=1, HV=2, K=8, V=12, bounds=[0, 0, 1, 20], device="cpu")
     assert row["ok"] is True and row["check"] == "packed"
@@ -85,7 +125,8 @@ def test_the_plan_covers_every_variant_dtype_regime_and_size():
     assert len(cases) == len(verify.REGIMES_OF) * 3 * 4
     lengths = {task[4]["T"] for task in [*tasks, *verify.large()] if task[0] is verify.case}
     assert lengths == {1, 2, 40, 300, 4096, 65536}
-    assert {(task[4]["T"], task[4]["HV"]) for task in [*tasks, *verify.large()] if task[0] is verify.case} >= {(1, 2), (1, 16)}
+    once = {(task[4]["T"], task[4]["HV"], task[4].get("draws", 1)) for task in tasks if task[0] is verify.case}
+    assert once >= {(1, 2, verify.DRAWS), (1, 16, 1)}
     groups = verify.grouped(tasks)
     assert sum(map(len, groups)) == len(tasks) and len(groups) >= 27
 

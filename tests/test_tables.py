@@ -106,6 +106,11 @@ def test_on_the_gpu_every_kernel_is_right_and_every_first_call_short():
         for dtype in ("float32", "float16", "bfloat16"):
             assert {(name, regime, dtype, K, V) for K, V in verify.SIZES} <= sizes
         assert {1, 2, 40, 4096, 65536} <= {row["T"] for row in whole if (row["variant"], row["regime"]) == (name, regime)}
+    luck = [row for row in whole if row["note"].startswith(f"{verify.DRAWS} draws")]
+    assert {(row["variant"], row["regime"], row["T"], row["HV"]) for row in luck} == {(*x, 1, 2) for x in REGIMES_OF}
+    counts = [(int(more), int(less)) for row in luck for more, less in re.findall(r"in (\d+) and its reference in (\d+)", row["note"])]
+    more, less = map(sum, zip(*counts))
+    assert max(x for x, _ in counts) <= verify.DRAWS / 5 and more < 1.5 * less
 
 
 def test_no_kernel_reads_or_writes_outside_of_its_memory():
