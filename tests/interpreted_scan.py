@@ -1,10 +1,12 @@
 """Mamba's selective scan in Triton's interpreter, in a process of its own: tests/test_scan_kernel.py runs this file."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from linattn_edu import mamba
-from linattn_edu.kernels import mode
+from linattn_edu.kernels import mode, scan
 
 FORMS = ["euler", "zoh"]
 
@@ -61,6 +63,13 @@ def test_lengths(T):
 @pytest.mark.parametrize("D, N", [(18, 16), (3, 1), (3, 70)])
 def test_several_blocks_of_channels_and_odd_widths(D, N):
     assert_kernel_is_recurrent(inputs(B=1, T=3, D=D, N=N))
+
+
+def test_groups_of_channels_that_follow_one_another_in_a_program():
+    """5 blocks of 2 channels of 16 states in two sequences, on one multiprocessor: programs of 3 groups and of 2."""
+    with mock.patch.object(scan, "multiprocessors", lambda device: 1):
+        assert scan.prepared_backward(torch.device("cpu"), 2, 18, 10, 16, False)[1] == 2
+    assert_kernel_is_recurrent(inputs(B=2, T=18, D=10, N=16))
 
 
 @pytest.mark.parametrize("without", ["D", "initial_state"])

@@ -52,7 +52,7 @@ class Driver:
 
 def forget():
     """Drop the launches that have been prepared: they hold what was compiled for another device."""
-    for prepared in (additive.cached_plan, delta.cached_plan, step.prepared, scan.prepared):
+    for prepared in (additive.cached_plan, delta.cached_plan, step.prepared, scan.prepared_forward, scan.prepared_backward):
         prepared.cache_clear()
 
 

@@ -7,18 +7,18 @@ in a row are one step, (a', w') after (a, w) is (a' a, a' w + w'), so that the L
 of its L steps, and the first step takes the incoming state with it: w_1 + a_1 h. The decays and writes, D N numbers a
 token, exist in registers alone; written are y and, for the backward pass, one state every L tokens.
 
-Backward, with dh for the gradient of h_t: dh_t = dy_t C_t + a_{t+1} dh_{t+1} is the same scan against time. Its products
-with what stood before a token need a_t h_{t-1}, which is not taken as h_t - w_t, a difference of like numbers, but
-carried along as a third number of a step: what is left of the past, p' = a' w + p'. All gradients follow token by token:
+Backward, with dh for the gradient of h_t and e = a_t dh for that of h_{t-1} through it: dh_t = dy_t C_t + e_{t+1}, so
+that e_t = a_t e_{t+1} + a_t dy_t C_t is the same scan against time. Both are read before a step as well as after it:
+h_{t-1} beside h_t, e_{t+1} beside e_t. With p = h_{t-1} all gradients follow token by token:
 
-    du = dh hold B + D dy,   dB = dh hold u,   dC = dy h,   dDelta = dh (p A + B u dhold/dDelta),   dA = dh (p Delta + B u dhold/dA)
+    du = dh hold B + D dy,   dB = dh hold u,   dC = dy h
+    dDelta = e p A + dh B u dhold/dDelta,   dA = e p Delta + dh B u dhold/dA
 
 Every program adds its channels' share of dB and dC to an array of its own, and PyTorch sums those: no atomics, so that
 two runs give the same bits.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,12 +26,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from linattn_edu.kernels.config import multiprocessors
 from linattn_edu.kernels.device import on_device
 from linattn_edu.kernels.launch import Launch
 
 MOST_N = 256
 L = 16
-"""Tokens a tile, and with it numbers of each array a thread: longer tiles spill, shorter ones keep more states."""
+"""Tokens a tile: longer tiles spill, shorter ones keep more states."""
 
 
 @triton.jit
@@ -83,9 +84,18 @@ def after(a1, w1, a2, w2):
 
 
 @triton.jit
-def after_with_past(a1, w1, p1, a2, w2, p2):
-    """Step 1, then step 2, and what the second leaves of all before it."""
-    return a1 * a2, a2 * w1 + w2, a2 * w1 + p2
+def after_and_before(a1, w1, b1, p1, a2, w2, b2, p2):
+    """Step 1, then step 2, and as b, p what turns all that came before into the state between the two."""
+    return a1 * a2, a2 * w1 + w2, a1 * b2, b2 * w1 + p2
+
+
+@triton.jit
+def scanned(a, w, incoming, first):
+    """The states after and before each step of a tile, the incoming one before its first."""
+    w += tl.where(first, a * incoming, 0.0)
+    before = tl.where(first, incoming, 0.0)
+    _, w, _, before = tl.associative_scan((a, w, tl.full(a.shape, 1.0, tl.float32), before), 0, after_and_before)
+    return w, before
 
 
 @triton.jit
@@ -141,93 +151,101 @@ def selective_scan(
     tl.store(last + n * D * N + at_state, h, mask=in_state)
 
 
-@triton.jit(do_not_specialize=["T", "NT"])
+@triton.jit(do_not_specialize=["T", "NT", "groups"])
 def selective_scan_backward(
-    u, delta, A, B, C, skip, states, dy, dlast, du, ddelta, dA, dB, dC, dskip, dfirst, T, NT, D,
+    u, delta, A, B, C, skip, states, dy, du, ddelta, dA, dB, dC, dskip, e, T, NT, D, groups,
     N: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, NP: tl.constexpr, ZOH: tl.constexpr,
 ):  # fmt: skip
-    """One program a sequence and BD channels, from the last tile to the first; dA and dskip are sums over its tokens.
+    """One program a sequence and `groups` of BD channels, from the last tile to the first, in each all groups in turn.
 
-    Numbers a token: reads 4 D, and 2 N for each of the D / BD programs, and D N / L; writes 2 D, and 2 N for each
-    program. FLOPs: 30 D N and twice D N exponentials; the zero-order hold adds 25 D N.
+    What a group carries from tile to tile lies in memory: e, the gradient of the last state at first and of the first one
+    in the end, dA and dskip, which start from 0.
+    Numbers a token: reads 4 D, and 2 N for each of the D / (BD groups) programs, and 4 D N / L; writes 2 D, and 2 N for
+    each program, and 2 D N / L. FLOPs: 28 D N and as many exponentials as D N; the zero-order hold adds 25 D N.
     """
     n = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, L)
-    x = tl.program_id(1) * BD + tl.arange(0, BD)
     s = tl.arange(0, NP)
-    at_state = x[:, None] * N + s[None, :]
-    in_state = (x < D)[:, None] & (s < N)[None, :]
-    A_0 = tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32)
-    A_x = A_0[None, :, :]
-    dh_next = tl.zeros([BD, NP], tl.float32)
-    if dlast is not None:
-        dh_next += tl.load(dlast + n * D * N + at_state, mask=in_state, other=0.0)
-    dA_x = tl.zeros([BD, NP], tl.float32)
-    dskip_x = tl.zeros([BD], tl.float32)
-    if skip is not None:
-        skip_x = tl.load(skip + x, mask=x < D, other=0.0).to(tl.float32)[None, :]
-    share = (n * tl.num_programs(1) + tl.program_id(1)) * T
+    share = (n * tl.num_programs(1) + tl.program_id(1)) * T * N
+    first, last = (i == 0)[:, None, None], (i == L - 1)[:, None, None]
     for j in range(NT):
         c = NT - 1 - j
         t = c * L + i
-        at_x = (n * T + t)[:, None] * D + x[None, :]
-        in_x = (t < T)[:, None] & (x < D)[None, :]
-        at_s = (n * T + t)[:, None] * N + s[None, :]
+        at_s = t[:, None] * N + s[None, :]
         in_s = (t < T)[:, None] & (s < N)[None, :]
-        u_t = tl.load(u + at_x, mask=in_x, other=0.0).to(tl.float32)
-        d_t = tl.load(delta + at_x, mask=in_x, other=0.0).to(tl.float32)[:, :, None]
-        B_t = tl.load(B + at_s, mask=in_s, other=0.0).to(tl.float32)[:, None, :]
-        C_t = tl.load(C + at_s, mask=in_s, other=0.0).to(tl.float32)[:, None, :]
-        dy_t = tl.load(dy + at_x, mask=in_x, other=0.0).to(tl.float32)
-        h = tl.load(states + (n * NT + c) * D * N + at_state, mask=in_state, other=0.0)[None, :, :]
+        B_t = tl.load(B + n * T * N + at_s, mask=in_s, other=0.0).to(tl.float32)[:, None, :]
+        C_t = tl.load(C + n * T * N + at_s, mask=in_s, other=0.0).to(tl.float32)[:, None, :]
+        dB_t = tl.zeros([L, NP], tl.float32)
+        dC_t = tl.zeros([L, NP], tl.float32)
+        for group in range(groups):
+            x = (tl.program_id(1) * groups + group) * BD + tl.arange(0, BD)
+            at_state = x[:, None] * N + s[None, :]
+            in_state = (x < D)[:, None] & (s < N)[None, :]
+            carried = n * D * N + at_state
+            at_x = (n * T + t)[:, None] * D + x[None, :]
+            in_x = (t < T)[:, None] & (x < D)[None, :]
+            A_x = tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32)[None, :, :]
+            u_t = tl.load(u + at_x, mask=in_x, other=0.0).to(tl.float32)
+            d_t = tl.load(delta + at_x, mask=in_x, other=0.0).to(tl.float32)[:, :, None]
+            dy_t = tl.load(dy + at_x, mask=in_x, other=0.0).to(tl.float32)
+            h = tl.load(states + (n * NT + c) * D * N + at_state, mask=in_state, other=0.0)[None, :, :]
+            e_next = tl.load(e + carried, mask=in_state, other=0.0)[None, :, :]
+            dA_x = tl.load(dA + carried, mask=in_state, other=0.0)
 
-        a = exp(d_t * A_x)
-        hold, dhold_ddelta, dhold_dA = hold_of(d_t, A_x, a, ZOH)
-        Bu = B_t * u_t[:, :, None]
-        past = tl.where((i == 0)[:, None, None], a * h, 0.0)
-        _, hs, past = tl.associative_scan((a, hold * Bu + past, past), 0, after_with_past)
-        tl.store(dC + share * N + t[:, None] * N + s[None, :], tl.sum(hs * dy_t[:, :, None], 1), mask=in_s)
+            a = exp(d_t * A_x)
+            hold, dhold_ddelta, dhold_dA = hold_of(d_t, A_x, a, ZOH)
+            Bu = B_t * u_t[:, :, None]
+            hs, before = scanned(a, hold * Bu, h, first)
+            dC_t += tl.sum(hs * dy_t[:, :, None], 1)
 
-        in_next = (t < T - 1)[:, None] & (x < D)[None, :]
-        a_next = exp(tl.load(delta + at_x + D, mask=in_next, other=0.0).to(tl.float32)[:, :, None] * A_x)
-        g = dy_t[:, :, None] * C_t + tl.where((i == L - 1)[:, None, None], a_next * dh_next[None, :, :], 0.0)
-        _, dh = tl.associative_scan((a_next, g), 0, after, reverse=True)
-        dh_next = row_of(dh, (i == 0)[:, None, None])
+            g = dy_t[:, :, None] * C_t
+            es, dh = scanned(tl.flip(a, 0), tl.flip(a * g, 0), e_next, first)
+            tl.store(e + carried, row_of(es, last), mask=in_state)
+            es, dh = tl.flip(es, 0), g + tl.flip(dh, 0)
 
-        tl.store(dB + share * N + t[:, None] * N + s[None, :], tl.sum(dh * hold * u_t[:, :, None], 1), mask=in_s)
-        du_t = tl.sum(dh * hold * B_t, 2)
-        if skip is not None:
-            du_t += skip_x * dy_t
-            dskip_x += tl.sum(dy_t * u_t, 0)
-        tl.store(du + at_x, du_t, mask=in_x)
-        tl.store(ddelta + at_x, tl.sum(dh * (past * A_x + Bu * dhold_ddelta), 2), mask=in_x)
-        dA_x += tl.sum(dh * (past * d_t + Bu * dhold_dA), 0)
-    tl.store(dA + n * D * N + at_state, dA_x, mask=in_state)
-    if skip is not None:
-        tl.store(dskip + n * D + x, dskip_x, mask=x < D)
-    d_0 = tl.load(delta + n * T * D + x, mask=x < D, other=0.0).to(tl.float32)
-    tl.store(dfirst + n * D * N + at_state, exp(d_0[:, None] * A_0) * dh_next, mask=in_state)
+            dB_t += tl.sum(dh * hold * u_t[:, :, None], 1)
+            du_t = tl.sum(dh * hold * B_t, 2)
+            if skip is not None:
+                du_t += tl.load(skip + x, mask=x < D, other=0.0).to(tl.float32)[None, :] * dy_t
+                dskip_x = tl.load(dskip + n * D + x, mask=x < D, other=0.0)
+                tl.store(dskip + n * D + x, dskip_x + tl.sum(dy_t * u_t, 0), mask=x < D)
+            tl.store(du + at_x, du_t, mask=in_x)
+            tl.store(ddelta + at_x, tl.sum(es * before * A_x + dh * Bu * dhold_ddelta, 2), mask=in_x)
+            tl.store(dA + carried, dA_x + tl.sum(es * before * d_t + dh * Bu * dhold_dA, 0), mask=in_state)
+        tl.store(dB + share + at_s, dB_t, mask=in_s)
+        tl.store(dC + share + at_s, dC_t, mask=in_s)
+        tl.debug_barrier()  # what is carried may be read by another thread than wrote it
 
 
-class Tiles(NamedTuple):
-    BD: int
-    NP: int
-    warps: int
-
-
-def tiles(D, N):
-    """So many channels that a thread of at most 8 warps holds L numbers of each array."""
+def tile(D, N, states):
+    """N as a power of two, and the channels that have so many states together, at least one."""
     NP = 1 << (N - 1).bit_length()
-    BD = min(max(1, 256 // NP), 1 << (D - 1).bit_length())
-    return Tiles(BD, NP, max(1, min(8, BD * NP // 32)))
+    return min(max(1, states // NP), 1 << (D - 1).bit_length()), NP
 
 
 @functools.lru_cache(maxsize=1024)
-def prepared(kernel, device, batch, T, D, N, L, **switches):
-    """The launch of one of the two kernels for all calls with inputs of these sizes."""
-    BD, NP, warps = tiles(D, N)
+def prepared_forward(device, batch, T, D, N, L, zoh, save):
+    """The launch for all calls with inputs of these sizes: 16 numbers a thread of each array, of one token 8."""
+    BD, NP = tile(D, N, 128 if L > 1 else 256)
     sizes = dict(T=T, NT=-(-T // L), D=D, N=N, L=L, BD=BD, NP=NP)
-    return Launch(kernel, (batch, -(-D // BD)), **sizes, **switches, num_warps=warps, num_stages=1)
+    warps = max(1, min(4, BD * NP // 32)) if L > 1 else 1
+    return Launch(selective_scan, (batch, -(-D // BD)), **sizes, ZOH=zoh, SAVE=save, num_warps=warps, num_stages=1)
+
+
+@functools.lru_cache(maxsize=1024)
+def prepared_backward(device, batch, T, D, N, zoh):
+    """The launch for all calls with inputs of these sizes, and its programs a sequence.
+
+    A program has one state a thread and is one warp if it can be: several wait for one another wherever channels or states
+    are summed. Every program writes gradients of B and C, which is memory that counts: up to 8 groups of channels follow
+    one another in one if three programs are left for each multiprocessor.
+    """
+    BD, NP = tile(D, N, 32)
+    blocks = -(-D // BD)
+    groups = max(1, min(8, batch * blocks // (3 * multiprocessors(device))))
+    programs = -(-blocks // groups)
+    sizes = dict(T=T, NT=-(-T // L), D=D, groups=groups, N=N, L=L, BD=BD, NP=NP, ZOH=zoh)
+    return Launch(selective_scan_backward, (batch, programs), **sizes, num_warps=max(1, NP // 32), num_stages=1), programs
 
 
 def run_forward(u, delta, A, B, C, skip, first, zoh, save, last=None, L=L):
@@ -237,7 +255,7 @@ def run_forward(u, delta, A, B, C, skip, first, zoh, save, last=None, L=L):
     last = u.new_empty(batch, D, N, dtype=torch.float32) if last is None else last
     states = u.new_empty(batch, -(-T // L), D, N, dtype=torch.float32) if save else None
     with on_device(u):
-        start = prepared(selective_scan, u.device, batch, T, D, N, L, ZOH=zoh, SAVE=save)
+        start = prepared_forward(u.device, batch, T, D, N, L, zoh, save)
         start(u, delta, A, B, C, skip, first, y, last, states)
     return y, last, states
 
@@ -245,17 +263,16 @@ def run_forward(u, delta, A, B, C, skip, first, zoh, save, last=None, L=L):
 def run_backward(dy, dlast, u, delta, A, B, C, skip, states, zoh):
     """The gradients of u, delta, A, B, C, skip (None without one) and the first state."""
     (batch, T, D), N = u.shape, A.shape[1]
-    blocks = -(-D // tiles(D, N).BD)
-    make = u.new_empty
-    du, ddelta = make(u.shape), make(u.shape, dtype=delta.dtype)
-    dA, dfirst = (make(batch, D, N, dtype=torch.float32) for _ in range(2))
-    dB, dC = (make(batch, blocks, T, N, dtype=torch.float32) for _ in range(2))
-    dskip = None if skip is None else make(batch, D, dtype=torch.float32)
+    start, programs = prepared_backward(u.device, batch, T, D, N, zoh)
+    zeros = functools.partial(u.new_zeros, dtype=torch.float32)
+    du, ddelta = torch.empty_like(u), torch.empty_like(delta)
+    dA, e = zeros(batch, D, N), zeros(batch, D, N) if dlast is None else dlast.clone()
+    dB, dC = (u.new_empty(batch, programs, T, N, dtype=torch.float32) for _ in range(2))
+    dskip = None if skip is None else zeros(batch, D)
     with on_device(u):
-        start = prepared(selective_scan_backward, u.device, batch, T, D, N, L, ZOH=zoh)
-        start(u, delta, A, B, C, skip, states, dy, dlast, du, ddelta, dA, dB, dC, dskip, dfirst)
+        start(u, delta, A, B, C, skip, states, dy, du, ddelta, dA, dB, dC, dskip, e)
     dskip = None if skip is None else dskip.sum(0).to(skip.dtype)
-    return du, ddelta, dA.sum(0).to(A.dtype), dB.sum(1).to(B.dtype), dC.sum(1).to(C.dtype), dskip, dfirst
+    return du, ddelta, dA.sum(0).to(A.dtype), dB.sum(1).to(B.dtype), dC.sum(1).to(C.dtype), dskip, e
 
 
 class Scan(torch.autograd.Function):
