@@ -22,7 +22,7 @@ def note_parallel(Q, K, V):
     return q @ (k.T @ V) / ((q @ k.sum(0))[:, None] + 1e-6)
 
 
-@erratum("A", "132–151", "并行训练形式 …… 非因果，训练用", "the parallel form for training, not causal, used in training")
+@erratum("A", "130–151", "并行训练形式 …… 非因果，训练用", "the parallel form for training, not causal, used in training")
 def the_parallel_listing_is_another_operator():
     """Its sums run over all tokens, those of the recurrent listing over the past. A decoder trained with it sees the future.
 
@@ -137,8 +137,8 @@ def elu1_as_written_rounds_to_zero():
 
 @erratum("A", "108", "标量，加 eps 防止除零", "an epsilon against division by zero", "B")
 def the_epsilon_does_little():
-    r"""The denominator grows like $t$, so $10^{-6}$ changes nothing in float32. In float16 it vanishes as soon as the
-    denominator is 1."""
+    r"""The denominator grows like $t$, so $10^{-6}$ changes nothing in float32. In float16 it vanishes beside any
+    denominator above 0.004."""
     q, k, v = (x.float() for x in tokens(64, 16, 24))
     change = (linear.recurrent(q, k, v, eps=1e-6)[0] - linear.recurrent(q, k, v, eps=0.0)[0]).abs().max().item()
     one = torch.tensor(1.0, dtype=torch.float16)

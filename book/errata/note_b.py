@@ -132,7 +132,7 @@ def the_exchange_is_exact_for_unit_keys_only():
     return f"relative miss with a unit key {miss(k):.0e}, with a key of length 3 it is {miss(3 * k):.1f}"
 
 
-@erratum("B", "38", "也是由$h_t$线性变换而来", "the decay is a linear map of the hidden state")
+@erratum("B", "39", "也是由$h_t$线性变换而来", "the decay is a linear map of the hidden state")
 def a_gate_is_a_map_into_the_unit_interval():
     r"""A linear map can be negative or above 1. The decay is $\exp\bigl(-e^{A} \operatorname{softplus}(w^\top x_t + b)\bigr)$,
     which cannot."""

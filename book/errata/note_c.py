@@ -58,7 +58,7 @@ def the_class_is_quadratic():
     return f"twice the tokens, {ratio:.2f} times the FLOPs"
 
 
-@erratum("C", "59–73", "`class LinearAttention`", "the class, for generation and long texts")
+@erratum("C", "51–73", "`class LinearAttention`", "the class, for generation and long texts")
 def the_class_sees_the_future():
     """It is bidirectional. A model that generates needs the causal form, in chunks that hand on their state."""
     q, k, v = (x[:, :, 0] for x in tokens(64, 8, 8))
@@ -166,7 +166,7 @@ def cross_attention_is_linear_already():
     cross, own = 4 * pixels * 77 * d, 4 * pixels * pixels * d
     linear_cross = 2 * 77 * d * d + 2 * pixels * d * d
     assert round(own / cross) == 53
-    return f"at 64 x 64: self-attention has {own / cross:.0f} times the FLOPs; a linear form of the other saves {1 - linear_cross / cross:.0%}"
+    return f"at 64 x 64: self-attention has {own / cross:.0f} times the FLOPs; a linear form of cross-attention saves {1 - linear_cross / cross:.0%}"
 
 
 @erratum("C", "101", "ELU的α参数建议设为1.0", "ELU's alpha is best set to 1.0", "B")

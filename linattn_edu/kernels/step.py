@@ -3,8 +3,8 @@
 A token costs 2 K V state elements of traffic and about 6 K V operations, so a step is as fast as memory moves the state
 and nothing else counts. No value channel needs another, which cuts the state into tiles of all K rows and some columns:
 enough programs to fill a device, and no sum over K leaves its program. A tile of 8192 elements takes 64 registers of
-each of 128 threads; rows of 64 columns are 256 bytes close together, and on an H200 half of that costs a tenth of the
-speed, a quarter of it half.
+each of 128 threads; rows of 64 columns are 256 bytes close together, and on an H200 half of that costs a twentieth
+of the speed, a quarter of it half.
 """
 
 import functools
