@@ -18,6 +18,7 @@ from linattn_edu.kernels import fitness
 
 ADVICE = {
     "missing": "pip install triton (Linux only); without it `fused` is `chunkwise`",
+    "old": "the kernels need Triton 3.4, which comes with torch 2.8; without it `fused` is `chunkwise`",
     "late": "TRITON_INTERPRET was set after triton's first import: restart Python (the kernel) and set it first",
     "interpret": "kernels run in triton's interpreter on the CPU: exact, slow, no bfloat16; for tests only",
     "no-gpu": "no CUDA device, so `fused` is `chunkwise`; to try kernels here, set TRITON_INTERPRET=1 before Python starts",
@@ -26,6 +27,7 @@ ADVICE = {
 
 FUSED = {
     "missing": "plain PyTorch (chunkwise)",
+    "old": "plain PyTorch (chunkwise)",
     "late": "plain PyTorch (chunkwise)",
     "no-gpu": "plain PyTorch (chunkwise)",
     "gpu": "Triton kernels",
@@ -36,10 +38,14 @@ FUSED = {
 def triton_mode() -> str:
     """How Triton kernels would run in this process: one of the keys of ``ADVICE``.
 
-    "missing", "late" (TRITON_INTERPRET set too late), "interpret", "no-gpu" or "gpu".
+    "missing", "old" (before 3.4, whose compiler takes the kernels), "late" (TRITON_INTERPRET set too late), "interpret",
+    "no-gpu" or "gpu".
     """
     if importlib.util.find_spec("triton") is None:
         return "missing"
+    installed = version_of("triton")
+    if installed and tuple(map(int, installed.split(".")[:2])) < (3, 4):
+        return "old"
     wanted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
     if "triton" in sys.modules:
         import triton
@@ -177,7 +183,7 @@ def _forms() -> list[str]:
 
 
 def _extras() -> list[str]:
-    extras = {"matplotlib": "viz", "IPython": "viz", "tqdm": "train"}
+    extras = {"matplotlib": "viz", "IPython": "viz", "tqdm": "train", "safetensors": "train"}
     rows = []
     for module, extra in extras.items():
         found = importlib.util.find_spec(module) is not None

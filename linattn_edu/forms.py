@@ -148,8 +148,12 @@ def full_precision(x):
 
 
 def kind_of(*values):
-    """All that checks of these arguments look at, as a key: shape, dtype and device of a tensor; None if it is no key."""
-    if torch.compiler.is_compiling():
+    """All that checks of these arguments look at, as a key: shape, dtype and device of a tensor; None if it is no key.
+
+    A callable is none: a key would keep the weights of a feature map alive. Nor is anything under torch.func, where a
+    tensor is not what it seems.
+    """
+    if torch.compiler.is_compiling() or any(map(callable, values)) or kernels.transformed():
         return None
     kind = tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in values)
     try:
@@ -242,8 +246,10 @@ class Operator:
         plan = self.plans.get(kind) or self._plan(kind, *asked)
         space, scale, sizes, served = plan
         gates = [x if x.dim() >= v_t.dim() - 1 else x.expand(v_t.shape[:-1]) for x in map(named.get, self.gates)]
-        if served and kernels.may_step(backend, (q_t, k_t, v_t, *gates, *states)):
-            return self._step_by_kernel(space, q_t, k_t, v_t, gates, state, states, scale, inplace)
+        if served:
+            q, k, feature_map = space.kernel_features(q_t, k_t)
+            if kernels.may_step(backend, (q, k, v_t, *gates, *states)):
+                return self._step_by_kernel(space, q, k, v_t, gates, state, states, scale, feature_map, inplace)
         S = space.state_in(state, sizes, ("q_t", q_t), name="state")
         enter = partial(self._enter, space, scale, sizes["HV"])
         with full_precision(q_t):
@@ -279,8 +285,7 @@ class Operator:
         states = space.checked(state, sizes, ("q_t", q), "state")
         return self._keep(kind, (space, scale, sizes, wanted and kernels.serve(backend, q, *states[0].shape[-2:])))
 
-    def _step_by_kernel(self, space, q, k, v, gates, state, states, scale, inplace):
-        q, k, feature_map = space.kernel_features(q, k)
+    def _step_by_kernel(self, space, q, k, v, gates, state, states, scale, feature_map, inplace):
         gates = dict(zip(self.gates, gates))
         o, new = kernels.decode(q, k, v, gates, states, float(scale), space.eps, feature_map, inplace)
         if all(x is y for x, y in zip(new, states)):

@@ -10,8 +10,11 @@ import pytest
 import torch
 from operators import CASES, REGIMES_OF, inputs, leaves, tensors, tree_map, with_gradients
 
-from linattn_edu import decay, gla
-from linattn_edu.kernels import additive, config, mode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from linattn_edu import decay, gla, kda, linear
+from linattn_edu.kernels import additive, compile_all, config, mode
 from linattn_edu.kernels.delta_backward import delta_intra_backward
 from linattn_edu.kernels.launch import Launch
 from linattn_edu.kernels.walk import walk
@@ -257,3 +260,67 @@ def test_float64_and_sizes_beyond_the_kernels_are_refused_with_advice():
     with pytest.raises(ValueError, match="the kernels serve K <= 256 and V <= 512 here, got K = 257"):
         decay.fused(**wide, backend="triton")
     assert torch.equal(decay.fused(**wide)[0], decay.chunkwise(**wide)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_derivative_is_refused_and_not_dropped(name):
+    """Also where the input asked for has a way of its own to the loss, so that a missing part would not be noticed."""
+    a = with_gradients({key: x.float() if torch.is_tensor(x) else x for key, x in inputs(name, B=1, T=5, state=False).items()})
+    o, _ = CASES[name].module.fused(**a, backend="triton")
+    with pytest.raises(RuntimeError, match="gradients have no graph .* backend='torch'"):
+        [dq] = torch.autograd.grad(o.square().sum(), a["q"], create_graph=True)
+        torch.autograd.grad(o.sum() + dq.square().sum(), a["v"])
+
+
+def test_a_checkpointed_gradient_is_the_gradient():
+    a = with_gradients({key: x.float() for key, x in inputs("gla", B=1, T=5, state=False).items()})
+    expected = torch.autograd.grad(gla.fused(**a)[0].square().sum(), tensors(a))
+    for reentrant in (True, False):
+        o = checkpoint(lambda q, k, v, g: gla.fused(q, k, v, g=g)[0], *tensors(a), use_reentrant=reentrant)
+        o.square().sum().backward()
+        for x, dx in zip(tensors(a), expected, strict=True):
+            assert torch.equal(x.grad, dx)
+            x.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own, in forward mode
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_derivatives_are_those_of_the_formulas(name):
+    a = {key: x.float() if torch.is_tensor(x) else x for key, x in inputs(name, B=1, T=5, state=False).items()}
+    module, direction = CASES[name].module, torch.ones_like(a["v"])
+    with forward_ad.dual_level():
+        a["v"] = forward_ad.make_dual(a["v"], direction)
+        found, expected = (forward_ad.unpack_dual(f(**a)[0]).tangent for f in (module.fused, module.chunkwise))
+        assert expected.norm() > 0 and torch.equal(found, expected)
+        with pytest.raises(ValueError, match="got 'triton', but torch.func and forward-mode derivatives need the formulas"):
+            module.fused(**a, backend="triton")
+
+
+def test_torch_func_takes_the_formulas_and_leaves_the_kernels_to_the_next_call():
+    a = {key: x.float() for key, x in inputs("kda", B=2, T=5, state=False).items()}
+    each = torch.func.vmap(lambda x: kda.fused(**{key: y[None] for key, y in x.items()})[0][0])
+    torch.testing.assert_close(each(a), kda.chunkwise(**a)[0])
+    kda.fused(**a, backend="triton")
+
+
+def test_a_map_with_weights_gets_the_dtype_of_its_weights():
+    phi = torch.nn.Linear(5, 6)
+    a = inputs("linear", state=False)
+    q, k, v = a["q"], a["k"], a["v"]
+    for form in (linear.fused, linear.chunkwise):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            o, _ = form(q.to(dtype), k.to(dtype), v.to(dtype), feature_map=phi.to(dtype))
+            assert o.dtype == dtype and o.isfinite().all()
+    double = torch.nn.Linear(5, 6).double()
+    assert linear.fused(q, k, v, feature_map=lambda x: double(x))[0].dtype == torch.float64
+
+
+def test_tensors_without_data_do_not_meet_the_interpreter():
+    x = torch.empty(1, 5, 2, 4, device="meta")
+    o, S = decay.fused(x, x, x, g=torch.empty(1, 5, 2, device="meta"), output_final_state=True)
+    assert o.shape == x.shape and S.shape == (1, 2, 4, 4) and o.is_meta
+
+
+def test_under_the_interpreter_nothing_is_compiled_and_the_call_says_so():
+    with pytest.raises(RuntimeError, match="under TRITON_INTERPRET=1 nothing is compiled: restart Python without it"):
+        compile_all((8, 0))

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from linattn_edu import mamba
 from linattn_edu.kernels import mode, scan
@@ -155,3 +156,20 @@ def test_float64_and_widths_beyond_the_kernel_are_refused_with_advice():
     with pytest.raises(ValueError, match="the kernel serves N <= 256 states a channel, got N = 257"):
         mamba.fused(**wide, backend="triton")
     assert torch.equal(mamba.fused(**wide)[0], mamba.chunkwise(**wide)[0])
+
+
+def test_a_second_derivative_is_refused_and_not_dropped():
+    a = {name: x.float().requires_grad_() for name, x in inputs(B=1, T=5).items()}
+    y, _ = mamba.fused(**a)
+    with pytest.raises(RuntimeError, match="gradients have no graph .* backend='torch'"):
+        [du] = torch.autograd.grad(y.square().sum(), a["u"], create_graph=True)
+        torch.autograd.grad(y.sum() + du.square().sum(), a["delta"])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own, in forward mode
+def test_forward_derivatives_are_those_of_the_formulas():
+    a = {name: x.float() for name, x in inputs(B=1, T=5).items()}
+    with forward_ad.dual_level():
+        a["u"] = forward_ad.make_dual(a["u"], torch.ones_like(a["u"]))
+        found, expected = (forward_ad.unpack_dual(f(**a)[0]).tangent for f in (mamba.fused, mamba.chunkwise))
+        assert expected.norm() > 0 and torch.equal(found, expected)

@@ -1,8 +1,12 @@
 """The step kernel in Triton's interpreter, in a process of its own: tests/test_step_kernel.py runs this file."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from operators import CASES, REGIMES_OF, inputs, leaves, tree_map
+from torch.autograd import forward_ad
 
 from linattn_edu import kda, linear
 from linattn_edu.kernels import mode
@@ -170,3 +174,36 @@ def test_no_tokens_and_float64():
     with pytest.raises(ValueError, match="`backend`: got 'triton', but float64 is computed in PyTorch"):
         linear.step(**token(a, 0), state=a["initial_state"], backend="triton")
     assert linear.step(**token(a, 0), state=a["initial_state"])[0].dtype == torch.float64
+
+
+def test_a_feature_map_with_weights_keeps_its_gradient():
+    """Though no tensor of the call wants one."""
+    phi = torch.nn.Linear(5, 6)
+    x = token({key: y for key, y in single(inputs("linear", T=1)).items() if key != "initial_state"}, 0)
+    more = {"state": (torch.rand(2, 4, 6, 7), torch.rand(2, 4, 6)), "feature_map": phi}
+    found, expected = (
+        torch.autograd.grad(linear.step(**x, **more, backend=backend)[0].sum(), phi.weight)[0] for backend in (None, "torch")
+    )
+    assert expected.norm() > 0 and torch.equal(found, expected)
+    with pytest.raises(ValueError, match="but a gradient is wanted"):
+        linear.step(**x, **more, backend="triton")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own, in forward mode
+def test_forward_derivatives_are_those_of_the_formulas():
+    a = single(inputs("kda", T=1))
+    with forward_ad.dual_level():
+        S = forward_ad.make_dual(a["initial_state"], torch.ones_like(a["initial_state"]))
+        found, expected = (kda.step(**token(a, 0), state=S, backend=backend) for backend in (None, "torch"))
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(forward_ad.unpack_dual(x).tangent, forward_ad.unpack_dual(y).tangent)
+    kda.step(**token(a, 0), state=a["initial_state"], backend="triton")
+
+
+def test_no_map_of_a_caller_is_kept_alive():
+    phi = torch.nn.Linear(5, 6).requires_grad_(False)
+    x, alive = token(single(inputs("linear", T=1)), 0), weakref.ref(phi)
+    linear.step(**x, state=(torch.rand(2, 4, 6, 7), torch.rand(2, 4, 6)), feature_map=phi)
+    del phi
+    gc.collect()
+    assert alive() is None

@@ -189,6 +189,12 @@ def test_bfloat16_on_a_t4_is_refused(root):
 
 
 @WITHOUT_TRITON
+@pytest.mark.parametrize("capability", ["8.0", 8.0, (8,), [8, 0], (8, "0")])
+def test_a_capability_is_a_pair(capability):
+    with pytest.raises(ValueError, match=r"`capability`: got .*, expected a pair of whole numbers, as \(8, 0\)"):
+        kernels.compile_all(capability)
+
+
 def test_a_first_call_does_not_load_the_compiler_of_torch(root):
     """It takes seconds to import, nearly half of the first call that verify times on a GPU, and eager mode has no use for it."""
     program = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import linattn_edu
-from linattn_edu import doctor
+from linattn_edu import doctor, kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = (ROOT / "book" / "setup_cell.py").read_text()
@@ -217,6 +217,17 @@ def test_doctor_knows_how_kernels_would_run(before, variable, mode):
     code = f"import torch, numpy; from linattn_edu import doctor; {before} print(doctor.triton_mode())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.stdout.strip() == mode, done.stderr
+
+
+@pytest.mark.parametrize(("version", "old"), [("3.0.0", True), ("3.3.1", True), ("3.4.0", False), ("3.10.0+git1", False)])
+def test_a_triton_that_cannot_compile_the_kernels_leaves_fused_to_pytorch(monkeypatch, version, old):
+    """CompilationError with 3.3.1; 3.4.0 compiles all kernels for a T4, an A100 and an H100."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(doctor, "version_of", lambda package: version)
+    assert (doctor.triton_mode() == "old") == old
+    monkeypatch.setattr(kernels, "present_mode", doctor.triton_mode)
+    advice = kernels.obstacle(torch.zeros(1, 1, 1, 8), 8, 8)
+    assert ("older than 3.4" in advice and "backend='torch'" in advice) == old
 
 
 def test_doctor_does_not_import_triton():

@@ -20,9 +20,13 @@ MOST_STATES = 256
 
 ADVICE = {
     "missing": "Triton is not installed: pip install triton (Linux), or backend='torch'",
+    "old": "Triton is older than 3.4, the least that compiles the kernels: upgrade torch to 2.8 or newer, or backend='torch'",
     "late": "TRITON_INTERPRET was set after Triton's first import: restart Python and set it first",
     "no-gpu": "no CUDA device: backend='torch', or set TRITON_INTERPRET=1 before Python starts to run the kernels on the CPU",
 }
+
+
+FLOAT64 = "float64 is computed in PyTorch: backend='torch'"
 
 
 @functools.cache
@@ -51,6 +55,13 @@ def capability_of(device):
     return torch.cuda.get_device_capability(device)
 
 
+def transformed():
+    """Whether torch.func or forward-mode derivatives are at work: a kernel would not see what they add to a tensor."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 def obstacle_to_scan(u, N):
     """`obstacle` for the selective scan, which bounds the states of a channel instead of K and V."""
     if N > MOST_STATES:
@@ -64,10 +75,12 @@ def obstacle(q, K, V):
     if how in ADVICE:
         return ADVICE[how]
     if q.dtype == torch.float64:
-        return "float64 is computed in PyTorch: backend='torch'"
+        return FLOAT64
+    if transformed():
+        return "torch.func and forward-mode derivatives need the formulas in PyTorch: backend='torch'"
     if how == "gpu" and not q.is_cuda:
         return f"the tensors are on the {q.device.type}: move them to the CUDA device, or backend='torch'"
-    if how == "interpret" and q.is_cuda:
+    if how == "interpret" and q.device.type != "cpu":
         return "under TRITON_INTERPRET=1 kernels run on CPU tensors alone: restart Python without it"
     before_ampere = q.is_cuda and capability_of(q.device) < (8, 0)
     if before_ampere and q.dtype == torch.bfloat16:
@@ -82,8 +95,14 @@ def wanted(backend, q):
     """Whether to try the kernels: always if asked for, else where a CUDA device or the interpreter could run them."""
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"`backend`: got {backend!r}, expected None, 'triton' or 'torch'")
-    if backend is not None or not isinstance(q, torch.Tensor):
+    if backend == "torch" or not isinstance(q, torch.Tensor):
         return backend == "triton"
+    if q.dtype == torch.float64:  # before a feature map with weights in float64 meets anything in float32
+        if backend == "triton":
+            raise ValueError(f"`backend`: got 'triton', but {FLOAT64}")
+        return False
+    if backend == "triton":
+        return True
     return q.is_cuda or ("TRITON_INTERPRET" in os.environ and mode() == "interpret")
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from linattn_edu import kernels
 from linattn_edu.kernels import additive, config, delta, op, scan, step
 
 SHARED_LIMIT = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
@@ -149,8 +150,13 @@ def compile_all(capability, dtypes=None, *, sizes=((128, 128),), variants=VARIAN
         A `Record` for each kernel: name, dtype, shared memory in bytes, registers and spilled bytes a thread.
 
     Raises:
-        ValueError: bfloat16 before compute capability 8.0.
+        ValueError: bfloat16 before compute capability 8.0, or a capability that is no such pair.
+        RuntimeError: under TRITON_INTERPRET=1, where nothing is compiled.
     """
+    if kernels.mode() == "interpret":
+        raise RuntimeError("under TRITON_INTERPRET=1 nothing is compiled: restart Python without it")
+    if not (isinstance(capability, tuple) and [type(x) for x in capability] == [int, int]):
+        raise ValueError(f"`capability`: got {capability!r}, expected a pair of whole numbers, as (8, 0)")
     supported = [torch.float32, torch.float16, *([torch.bfloat16] if capability >= (8, 0) else [])]
     records = []
     for dtype in dtypes or supported:

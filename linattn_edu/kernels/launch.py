@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -9,6 +10,22 @@ import triton
 import triton.language as tl
 
 from linattn_edu.kernels.device import on_device
+
+def first_derivatives(backward):
+    """The `backward` of an autograd function whose gradients have no graph: raises where one is asked for.
+
+    PyTorch's `once_differentiable` raises only on a way back through the gradient; where another way leads to the same
+    input, the second derivative would be dropped without a word.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the kernels' gradients have no graph (create_graph=True, second derivatives): backend='torch'")
+        return backward(ctx, *gradients)
+
+    return checked
+
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 

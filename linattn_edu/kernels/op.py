@@ -4,13 +4,14 @@ torch.compile cannot look into a launch; a custom op it takes as it is. A call o
 all that is left here, so that an eager call goes without.
 """
 
+from typing import List  # noqa: UP035, PyTorch 2.4 knows no other list in the schema of an operator
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from linattn_edu.kernels import additive, delta
 from linattn_edu.kernels.device import on_device
-from linattn_edu.kernels.launch import side_by_side
+from linattn_edu.kernels.launch import first_derivatives, side_by_side
 
 
 def family(beta):
@@ -53,7 +54,7 @@ class Chunk(torch.autograd.Function):
         return o, last
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx, do, dlast):
         q, k, v, g, beta, initial_state, cu_seqlens, *kept = ctx.saved_tensors
         do = torch.zeros_like(v) if do is None else do.contiguous()
@@ -88,7 +89,7 @@ def _forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, sav
 def chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int, save: bool, final: bool, out_dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+) -> List[Tensor]:  # fmt: skip
     """[o], then the last state if `final`, then if `save` the arrays that the backward pass reads."""
     return _forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, save, final, out_dtype)
 
@@ -107,8 +108,8 @@ def _backward(do, dlast, q, k, v, g, beta, initial_state, cu_seqlens, kept, scal
 @torch.library.custom_op("linattn_edu::chunk_backward", mutates_args=())
 def chunk_backward(
     do: Tensor, dlast: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, kept: list[Tensor], scale: float, chunk_size: int,
-) -> list[Tensor]:  # fmt: skip
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, kept: List[Tensor], scale: float, chunk_size: int,
+) -> List[Tensor]:  # fmt: skip
     """The gradients of those of q, k, v, g, beta and initial_state that are there."""
     return _backward(do, dlast, q, k, v, g, beta, initial_state, cu_seqlens, kept, scale, chunk_size)
 

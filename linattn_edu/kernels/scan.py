@@ -19,16 +19,16 @@ two runs give the same bits.
 """
 
 import functools
+from typing import List  # noqa: UP035, as in `op`
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from linattn_edu.kernels.config import multiprocessors
 from linattn_edu.kernels.device import on_device
-from linattn_edu.kernels.launch import Launch
+from linattn_edu.kernels.launch import Launch, first_derivatives
 
 MOST_N = 256
 L = 16
@@ -288,7 +288,7 @@ class Scan(torch.autograd.Function):
         return y, last
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives
     def backward(ctx, dy, dlast):
         u, *others, states = ctx.saved_tensors
         dy = torch.zeros_like(u) if dy is None else dy.contiguous()
@@ -340,7 +340,7 @@ def _(u, delta, A, B, C, skip, first, zoh):
 def scan_backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, skip: Tensor | None,
     states: Tensor, zoh: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> List[Tensor]:  # fmt: skip
     """The gradients of u, delta, A, B, C, of skip if it is there, and of the first state."""
     return [x for x in run_backward(dy, dlast, u, delta, A, B, C, skip, states, zoh) if x is not None]
 

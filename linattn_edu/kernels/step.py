@@ -155,5 +155,6 @@ def decode(q, k, v, g, beta, states, scale, eps, feature_map, inplace):
     both = [y for x in (read, written) for y in (*x, None)[:2]]
     (traced if compiling else launch)(*inputs, *both, o, scale, eps, feature_map)
     if own and not compiling and not any(x.is_inference() for x in states):
-        torch.autograd.graph.increment_version(states)
+        for x in states:
+            torch.autograd.graph.increment_version(x)
     return o.to(v.dtype), written
