@@ -113,6 +113,14 @@ def test_on_the_gpu_every_kernel_is_right_and_every_first_call_short():
     assert max(x for x, _ in counts) <= verify.DRAWS / 5 and more < 1.5 * less
 
 
+def test_mambas_scan_is_beside_its_chunks_in_pytorch():
+    header, *rows = kernel_versions.scan_beside_pytorch()
+    assert [row[:2] for row in rows] == [[x, y] for x in ("8 × 2,048", "1 × 8,192") for y in ("forward", "forward+backward")]
+    for _, _, *figures in rows:
+        mine, theirs, held, held_by_theirs = (float(x.replace(",", "")) for x in figures)
+        assert 10 * mine < theirs and 8 * held < held_by_theirs
+
+
 def test_no_kernel_reads_or_writes_outside_of_its_memory():
     rows, about = record.read(data_files.DATA / "sanitizer_h200.csv")
     assert "H200" in about["machine"] and {row["dtype"] for row in rows} == {"bfloat16", "float32"}

@@ -25,6 +25,7 @@ SHOWS = {
     "kernel_versions": "versions of the kernels: prediction, time, reason",
     "kernels_h200": "errors of the kernels' outputs, states and gradients against float64",
     "kernels_h200_speed": "first timing of the kernels beside SDPA",
+    "mamba_h200": "Mamba's scan as a kernel beside its chunks in PyTorch: time, memory, error",
     "notebooks_h200": "seconds that every notebook runs, compilation included",
     "sanitizer_h200": "accesses outside of memory that compute-sanitizer finds in one small call of every kernel",
     "sweep_h200_bfloat16": "time and memory of softmax and linear attention against the tokens, bfloat16",

@@ -33,3 +33,16 @@ def step():
 
 def scan():
     return part("selective scan")
+
+
+def scan_beside_pytorch():
+    """Mamba's scan as one kernel a pass and as chunks in plain PyTorch: device time and peak memory."""
+    rows, _ = recorded("mamba_h200")
+    cells = {}
+    for row in rows:
+        cells.setdefault((f"{row['B']} × {row['T']:,}", row["pass"]), {})[row["form"]] = row
+    table = [["Sequences", "Pass", "Kernel, ms", "PyTorch, ms", "Kernel, MiB", "PyTorch, MiB"]]
+    for cell, forms in cells.items():
+        both = forms["fused"], forms["chunkwise"]
+        table.append([*cell, *(f"{x['device_ms']:.2f}" for x in both), *(f"{x['peak_MiB']:,.0f}" for x in both)])
+    return table
