@@ -95,6 +95,7 @@ def convolution(q, k, v, *, g, scale=None):
     """
     if isinstance(g, torch.Tensor) and g.dim() != 1:
         raise ValueError(f"`g`: got shape {list(g.shape)}, expected [HV]: only a constant decay makes a convolution")
+    validate.floating_tensor("g", g, "HV", Sizes())
     space, sizes, _ = operator.check(q, k, v, {"g": g})
     scale = space.scale(scale, sizes["K"])
     with full_precision(q):

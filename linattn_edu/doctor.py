@@ -14,6 +14,7 @@ import sys
 import torch
 
 from linattn_edu import __version__, kernels
+from linattn_edu.extras import EXTRAS
 from linattn_edu.kernels import fitness
 
 ADVICE = {
@@ -183,9 +184,8 @@ def _forms() -> list[str]:
 
 
 def _extras() -> list[str]:
-    extras = {"matplotlib": "viz", "IPython": "viz", "tqdm": "train", "safetensors": "train"}
     rows = []
-    for module, extra in extras.items():
+    for module, extra in EXTRAS.items():
         found = importlib.util.find_spec(module) is not None
         rows.append(_row(module, version_of(module) if found else "none", "" if found else f"pip install linattn_edu[{extra}]"))
     return ["Extras", *rows]

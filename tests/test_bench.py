@@ -1,6 +1,8 @@
 """`python -m linattn_edu.bench`: every form of every operator is timed, and its error stands beside its time."""
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_kernels_are_compiled_before_anything_is_timed():
 
 
 def test_the_command_writes_table_and_figure(tmp_path, capsys):
-    out, figure = tmp_path / "table.csv", tmp_path / "table.png"
+    out, figure = tmp_path / "table.csv", tmp_path / "figures" / "table.png"
     words = ["--shapes", "1x16x1x4", "--ops", "linear", "kda", "--passes", "forward", "decode", "--budget", "0"]
     bench.main([*words, "--device", "cpu", "--out", str(out), "--plot", str(figure)])
     found, about = record.read(out)
@@ -118,3 +120,22 @@ def test_the_command_writes_table_and_figure(tmp_path, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert about["machine"] in printed and printed.count("chunkwise") == 2
+
+
+def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "table", lambda *_: pytest.fail("measures"))
+    with pytest.raises(ImportError, match=r'--plot needs matplotlib: pip install "linattn_edu\[viz\]"'):
+        bench.main(["--shapes", "1x8x1x4", "--device", "cpu", "--plot", str(tmp_path / "table.png")])
+
+
+@pytest.mark.parametrize("module", ["__main__", "cpu", "sweep"])
+def test_without_tqdm_a_benchmark_says_what_to_install(module):
+    code = f"import sys; sys.modules['tqdm'] = None; import linattn_edu.bench.{module}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert 'a benchmark needs tqdm: pip install "linattn_edu[train]"' in run.stderr
+
+
+def test_a_recorded_command_is_quoted(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench", "--out", "my table.csv"])
+    assert record.provenance("cpu")["command"] == "python -m bench --out 'my table.csv'"

@@ -113,6 +113,27 @@ def test_an_unknown_name_lists_the_known_ones():
         check("linear.recurent", naive)
 
 
+@pytest.mark.parametrize("function", [None, ..., 0.5])
+def test_what_is_no_function_is_named(function):
+    with pytest.raises(TypeError, match="`function`: got .*, expected a function"):
+        check("feature_maps.relu", function)
+
+
+@pytest.mark.parametrize(
+    "name, right, wrong",
+    [("gates.write_strength", torch.sigmoid, torch.tanh), ("feature_maps.relu", torch.relu, torch.exp)],
+)
+def test_functions_whose_signature_nobody_knows_get_the_data_in_order(name, right, wrong):
+    report = check(name, right, quiet=True)
+    assert report and any(theorem.key == "gradients" for theorem in report.held), str(report)
+    assert "value" in [failure.theorem.key for failure in check(name, wrong, quiet=True).failures]
+
+
+def test_arguments_may_be_positional_alone():
+    report = check("linear.recurrent", lambda q, k, v, /: naive(q, k, v), quiet=True)
+    assert report and report.function == "`<lambda>`", str(report)
+
+
 def test_the_report_repeats(capsys):
     for _ in range(2):
         check("linear.recurrent", lambda q, k, v: 2 * naive(q, k, v))
@@ -175,6 +196,26 @@ def test_answers_are_compared_by_hash(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):  # a reader's guess must not become the answer
         runpy.run_module("linattn_edu.check", run_name="__main__")
     assert "b has an answer already" in capsys.readouterr().err and check_answer("b", [0.5, "yes"])
+
+
+@pytest.mark.parametrize(
+    "value, got",
+    [
+        (..., "ellipsis Ellipsis"),
+        (None, r"nothing \(None\)"),
+        (1j, "complex 1j"),
+        ({1}, r"set \{1\}"),
+        ([1, None], r"nothing \(None\)"),
+        (torch.ones(2, 2), r"list \[1.0, 1.0\]"),
+    ],
+)
+def test_what_is_no_answer_is_named(value, got):
+    with pytest.raises(TypeError, match=f"`value`: got {got}, expected a number, a word or a list of them"):
+        check_answer("decay.half_life", value)
+
+
+def test_answers_beyond_every_float_are_wrong():
+    assert not any(check_answer("decay.half_life", x, quiet=True) for x in (10**400, -(10**400), [10**400], torch.inf))
 
 
 def test_every_registered_answer_is_asked_for_in_the_book(root):
@@ -329,6 +370,19 @@ def test_theorems_can_be_left_out():
     assert report and [t.key for t, why in report.not_tested.items() if why == "the exercise does not ask for it"] == [
         "widths"
     ]
+
+
+@pytest.mark.parametrize("skip", ["packed states", ["packed states"], {"packed states"}])
+def test_a_key_is_a_whole_key(skip):
+    """Not "packed" as well, which is a part of the word."""
+    report = check("linear.recurrent", packaged("linear.recurrent"), quiet=True, skip=skip)
+    assert [theorem.key for theorem in report.not_tested] == ["packed states"] and report
+
+
+@pytest.mark.parametrize("skip, got", [(("raged",), "'raged'"), ("state gradients", "'state .*'"), (["widths", 1], 1)])
+def test_an_unknown_key_lists_the_known_ones(skip, got):
+    with pytest.raises(ValueError, match=f"`skip`: got {got}, expected names among .*ragged, widths"):
+        check("linear.recurrent", naive, skip=skip)
 
 
 def test_one_head_may_have_a_state():

@@ -139,6 +139,8 @@ def test_convolution_refuses_a_gate_that_depends_on_the_token():
         decay.convolution(*(arguments[key] for key in "qkv"))
     with pytest.raises(TypeError, match="`g`: got float 0.5"):
         decay.convolution(**arguments | {"g": 0.5})
+    with pytest.raises(TypeError, match=r"`g`: got nothing \(None\), expected a tensor \[HV\]"):
+        decay.convolution(**arguments | {"g": None})
 
 
 @pytest.mark.parametrize("T", [0, 1, 2, 3, 7, 8, 37, 64])

@@ -139,12 +139,41 @@ def test_functions_and_methods_are_one():
         (dict(top_p=0.0), ValueError, "`top_p`: got 0.0, expected a finite positive number"),
         (dict(temperature="hot"), TypeError, "`temperature`: got str"),
         (dict(ids=torch.zeros(2, 0, dtype=torch.int64)), ValueError, "`ids`: got a row without a token"),
+        (dict(ids=prompts()[0]), ValueError, "`ids`: got shape [5], expected [B, T]: ids[None] for one prompt"),
+        (dict(ids=prompts()[None]), ValueError, "`ids`: got shape [1, 2, 5], expected [B, T]"),
+        (dict(ids=prompts().byte()), ValueError, "`ids`: got dtype torch.uint8, expected torch.int32 or torch.int64"),
+        (dict(ids="She had"), TypeError, "`ids`: got str 'She had', expected an integer tensor [B, T]"),
+        (dict(ids=[[1, 2]]), TypeError, "`ids`: got list [[1, 2]], expected an integer tensor [B, T]"),
         (dict(mask=torch.zeros(2, 5).bool()), ValueError, "`ids`: got a row without a token"),
     ],
 )
-def test_bad_arguments_are_named(options, error, message):
+def test_bad_arguments_are_named_at_the_call(options, error, message):
     with pytest.raises(error) as caught:
-        model_of(("softmax",)).generate(**dict(ids=prompts(), max_new_tokens=3) | options)
+        model_of(("softmax",)).stream(**dict(ids=prompts(), max_new_tokens=3) | options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_both_dtypes_go_on_alike(dtype):
+    model, ids = model_of(("kda", "softmax")), prompts()
+    expected = model.generate(ids, max_new_tokens=9, temperature=0)
+    stop = expected[0, 7].item()
+    options = dict(max_new_tokens=9, temperature=0, stop=stop)
+    assert torch.equal(model.generate(ids.to(dtype), **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(temperature=-1.0), ValueError, "`temperature`, `top_p`: got -1.0 and 1.0, expected at least 0"),
+        (dict(top_p=0), ValueError, "`top_p`: got 0, expected a finite positive number"),
+        (dict(top_p=1.5), ValueError, "`temperature`, `top_p`: got 1.0 and 1.5"),
+        (dict(temperature=None), TypeError, "`temperature`: got nothing (None), expected a number"),
+    ],
+)
+def test_choose_names_bad_numbers(options, error, message):
+    with pytest.raises(error) as caught:
+        choose(torch.tensor([[0.0, 9.0]]), **options)
     assert message in str(caught.value)
 
 

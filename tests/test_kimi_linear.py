@@ -98,6 +98,16 @@ def test_what_the_layers_do_not_know_is_refused():
         KimiLinear.from_hf(hf_model)
 
 
+def test_what_is_no_such_model_is_named():
+    for given, got in (
+        ("some/model", "str 'some/model', expected a KimiLinearForCausalLM of transformers: load it there first"),
+        (None, "nothing .None., expected"),
+        (hf_model_of("3 to 1").model, "KimiLinearModel, expected a KimiLinearForCausalLM of transformers"),
+    ):
+        with pytest.raises(TypeError, match=f"`hf_model`: got {got}"):
+            KimiLinear.from_hf(given)
+
+
 def test_a_saved_copy_comes_back(tmp_path):
     model, hf_model = pair_of("groups")
     model.save(tmp_path / "model.safetensors")

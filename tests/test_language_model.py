@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -237,6 +238,39 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     shaken("softmax").save(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="`path`: got a file of the model LanguageModel, expected ByteLM"):
         models.ByteLM.load(tmp_path / "model.safetensors")
+
+
+def test_a_feature_map_that_no_file_can_hold_is_refused_with_advice(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model = shaken("linear", options={"linear": {"feature_map": torch.nn.functional.relu}})
+    with pytest.raises(ValueError, match="`config`: got function <function relu.*name the feature map, .*torch.save"):
+        model.save(path)
+    assert not path.exists()
+    shaken("linear", options={"linear": {"feature_map": "relu"}}).save(path)
+    assert LanguageModel.load(path).config.options["linear"] == {"feature_map": "relu"}
+
+
+def test_without_safetensors_files_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.delitem(sys.modules, "safetensors.torch", raising=False)
+    for use in (shaken("softmax").save, LanguageModel.load):
+        words = rf'`{use.__name__}` needs safetensors: pip install "linattn_edu\[models\]"'
+        with pytest.raises(ImportError, match=words):
+            use(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "ids, error, message",
+    [
+        (torch.arange(5), ValueError, r"`ids`: got shape \[5\], expected \[B, T\]: ids\[None\] for one prompt"),
+        (torch.zeros(1, 5), ValueError, "`ids`: got dtype torch.float32, expected torch.int32 or torch.int64"),
+        ([[1, 2]], TypeError, r"`ids`: got list \[\[1, 2\]\], expected an integer tensor \[B, T\]"),
+    ],
+)
+def test_what_is_no_ids_is_named(ids, error, message):
+    for read in (shaken("softmax"), shaken("softmax").hidden):
+        with pytest.raises(error, match=message):
+            read(ids)
 
 
 def test_byte_lm_is_a_language_model():

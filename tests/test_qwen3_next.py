@@ -104,6 +104,16 @@ def test_what_the_layers_do_not_know_is_refused(change, message):
     assert message in str(error.value)
 
 
+def test_what_is_no_such_model_is_named():
+    for given, got in (
+        ("some/model", "str 'some/model', expected a Qwen3NextForCausalLM of transformers: load it there first"),
+        (None, "nothing .None., expected"),
+        (hf_model_of("3 to 1").model, "Qwen3NextModel, expected a Qwen3NextForCausalLM of transformers"),
+    ):
+        with pytest.raises(TypeError, match=f"`hf_model`: got {got}"):
+            Qwen3Next.from_hf(given)
+
+
 def test_a_forgotten_weight_is_noticed(monkeypatch):
     hf_model = hf_model_of("3 to 1")
     hf_model.model.layers[1].register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))

@@ -5,18 +5,20 @@ import csv
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from linattn_edu import data, models
 from linattn_edu.models import ByteLM, ByteLMConfig, LanguageModel, LanguageModelConfig
 from linattn_edu.train import adamw, checkpoint, evaluate, learning_rate, loss_by_position, parallel, summary, train
-from linattn_edu.train.__main__ import main
+from linattn_edu.train.__main__ import arguments, build, command, main
 from linattn_edu.train.loop import update
 
 
@@ -87,6 +89,12 @@ def test_learning_rate_warms_up_and_falls_to_zero():
         assert rate[s] == pytest.approx(1 + math.cos(math.pi * s / 1000))
 
 
+def test_without_warm_up_the_first_step_has_the_peak():
+    assert learning_rate(0, steps=10, peak=2.0, warmup=0) == 2.0
+    records = quick(small(), steps=3, lr=0.01, warmup=0)
+    assert [r["lr"] for r in records] == pytest.approx([0.01, 0.0075, 0.0025])
+
+
 def test_records_carry_the_learning_rate_that_was_used():
     records = quick(small(), steps=3, lr=0.01, warmup=2)
     assert [r["lr"] for r in records] == [learning_rate(s, steps=3, peak=0.01, warmup=2) for s in range(3)]
@@ -119,6 +127,33 @@ def test_update_is_adamw_by_its_formulas():
             theta[n] *= 1 - lr / step * (decay if p.ndim == 2 else 0.0)
             theta[n] -= lr / step * m / (v.sqrt() + eps)
             torch.testing.assert_close(p.detach(), theta[n], rtol=0, atol=1e-10)
+
+
+def test_an_infinite_norm_leaves_the_gradient():
+    assert quick(small(), steps=3, lr=0.1, clip=math.inf) == quick(small(), steps=3, lr=0.1, clip=1e9)
+    assert quick(small(), steps=3, lr=0.1, clip=math.inf) != quick(small(), steps=3, lr=0.1, clip=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(steps=-3), ValueError, "`steps`: got -3, expected a whole number of at least 1"),
+        (dict(batch=2.5), TypeError, "`batch`: got float 2.5, expected a whole number"),
+        (dict(length=0), ValueError, "`length`: got 0, expected"),
+        (dict(warmup=-1), ValueError, "`warmup`: got -1, expected a whole number of at least 0"),
+        (dict(seed=-1), ValueError, "`seed`: got -1, expected"),
+        (dict(lr="fast"), TypeError, "`lr`: got str 'fast', expected a number"),
+        (dict(weight_decay=math.nan), ValueError, "`weight_decay`: got nan, expected a finite number"),
+        (dict(clip=0), ValueError, "`clip`: got 0, expected a finite positive number"),
+        (dict(validate_every=0), ValueError, "`validate_every`: got 0, expected"),
+        (dict(checkpoint_every=0), ValueError, "`checkpoint_every`: got 0, expected"),
+        (dict(bf16=np.True_), TypeError, "`bf16`: got "),
+    ],
+)
+def test_bad_numbers_are_named_before_training(changes, error, message):
+    with pytest.raises(error) as caught:
+        quick(stop_at(small(), 1), **changes)
+    assert message in str(caught.value)
 
 
 def test_the_model_trains_in_training_mode_and_is_judged_and_left_in_eval_mode():
@@ -250,6 +285,74 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         quick(small(), steps=3, lr=0.1, checkpoint=tmp_path / "run.ckpt")
 
 
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        (dict(mixers=("linear",)), r"config.mixers = \('softmax',\) where now \('linear',\)"),
+        (dict(heads=4), "config.heads = 2 where now 4"),
+        (dict(rope=()), r"config.rope = \('softmax',\) where now \(\)"),
+        (dict(rope_base=100.0), "config.rope_base = 10000.0 where now 100.0"),
+        (dict(width=32), "config.width = 16 where now 32"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, changes, told):
+    settings = dict(width=16, heads=2, mixers=("softmax",), hidden=16)
+    quick(ByteLM(ByteLMConfig(**settings)), checkpoint=tmp_path / "run.ckpt")
+    other = ByteLM(ByteLMConfig(**settings | changes))
+    before = parameters(other)
+    with pytest.raises(ValueError, match=f"`checkpoint`: got one of another run, {told}: expected"):
+        quick(other, checkpoint=tmp_path / "run.ckpt")
+    assert torch.equal(parameters(other), before)
+
+
+def test_a_checkpoint_of_another_dtype_or_of_another_module_is_refused(tmp_path):
+    class Plain(torch.nn.Module):
+        """Without a configuration: its own words tell it from others."""
+
+        def __init__(self, act):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Embedding(256, 8), act, torch.nn.Linear(8, 256))
+
+        def forward(self, ids):
+            return self.layers(ids), None
+
+    path = tmp_path / "run.ckpt"
+    records = quick(Plain(torch.nn.ReLU()), checkpoint=path)
+    assert quick(Plain(torch.nn.ReLU()), checkpoint=path) == records
+    with pytest.raises(ValueError, match="(?s)`checkpoint`: got one of another run, model = .*ReLU.*where now .*Tanh"):
+        quick(Plain(torch.nn.Tanh()), checkpoint=path)
+    with pytest.raises(ValueError, match="another run, dtype = torch.float32 where now torch.float64"):
+        quick(Plain(torch.nn.ReLU()).double(), checkpoint=path)
+
+
+def test_a_feature_map_is_the_same_in_another_process():
+    def model():
+        def doubled(x):
+            return 2 * x.exp()
+
+        options = {"linear": {"feature_map": doubled}}
+        return LanguageModel(LanguageModelConfig(width=8, mixers=("linear",), hidden=8, options=options))
+
+    first, second = model(), model()
+    assert first.config != second.config and checkpoint.identity(first) == checkpoint.identity(second)
+    assert "doubled" in checkpoint.identity(first)["config.options"]
+
+
+def test_numbers_of_numpy_are_resumed(tmp_path):
+    rate, two = np.logspace(-4, -2, 3)[1], np.int64(2)
+    settings = dict(steps=two, batch=two, length=16 * two, warmup=two, validate_every=two, seed=np.int32(3))
+    settings |= dict(lr=rate, weight_decay=rate, clip=np.float32(1), checkpoint=tmp_path / "run.ckpt")
+    records = quick(small(), **settings)
+    assert quick(small(), **settings) == records and "validation" in records[1]
+
+
+def test_the_folder_of_a_checkpoint_is_made_before_training(tmp_path):
+    path = tmp_path / "new" / "folder" / "run.ckpt"
+    with pytest.raises(Stopped):
+        quick(stop_at(small(), 1), checkpoint=path)
+    assert path.parent.is_dir() and quick(small(), checkpoint=path) and path.exists()
+
+
 def test_a_half_written_file_never_replaces_a_good_one(tmp_path):
     path = tmp_path / "file"
     checkpoint.replace(path, lambda file: file.write(b"good"))
@@ -347,4 +450,35 @@ def test_the_command_trains_any_pattern_and_draws_its_log(tmp_path):
     assert record["validation_loss"] == pytest.approx(evaluate(model), abs=1e-6) and record["tokens_per_second"] > 0
     assert (tmp_path / "hybrid.png").read_bytes().startswith(b"\x89PNG")
     assert [float(row["loss"]) for row in log(tmp_path / "hybrid.csv")][0] == pytest.approx(math.log(256), rel=0.2)
-    assert record["command"].startswith("python -m linattn_edu.train --mixers kda,gla,softmax --rope  --width 16")
+    assert record["command"].startswith("python -m linattn_edu.train --mixers kda,gla,softmax --rope '' --width 16")
+
+
+@pytest.mark.parametrize("words", [["--rope", ""], ["--rope=linear", "--bf16"], ["--device", "a place"], []])
+def test_the_recorded_command_is_read_as_it_was_given(words):
+    args = arguments(words)
+    start, module, *again = shlex.split(command(args))[1:]
+    assert (start, module) == ("-m", "linattn_edu.train") and vars(arguments(again)) == vars(args)
+
+
+@pytest.mark.parametrize("mixers", ["softmax", "softmax,kda"])
+@pytest.mark.parametrize("name", ["sofmax", "kda"])
+def test_a_mixer_that_cannot_be_rotated_is_refused(mixers, name):
+    with pytest.raises(ValueError, match=f"`rope`: got '{name}', expected names among softmax, linear"):
+        build(arguments(["--mixers", mixers, "--rope", name]))
+
+
+def test_without_safetensors_the_command_says_so_before_it_trains(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr("linattn_edu.train.__main__.train", lambda *_, **__: pytest.fail("trains"))
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(ImportError, match=r'needs safetensors: pip install "linattn_edu\[models\]"'):
+            main(["--out", str(tmp_path / "hybrid"), "--mixers", "kda,softmax", "--width", "16", "--hidden", "16"])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_tqdm_the_bar_says_so_before_training(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match=r'progress=False .* needs tqdm: pip install "linattn_edu\[train\]"'):
+        quick(stop_at(small(), 1), progress=True)

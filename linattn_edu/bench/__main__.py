@@ -20,15 +20,18 @@ import argparse
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from linattn_edu import doctor
 from linattn_edu.bench import rivals
 from linattn_edu.bench.ceilings import ceilings
 from linattn_edu.bench.record import provenance, write
 from linattn_edu.bench.rows import OWN, decoding, training
+from linattn_edu.extras import need
+
+tqdm = need("tqdm", "a benchmark").tqdm
 
 OPS = ("softmax", "linear", "decay", "gla", "deltanet", "gated_deltanet", "kda", "mamba")
 FORMS = (*OWN, "step", "step in PyTorch", "copy", "SDPA", "FLA")
@@ -120,6 +123,9 @@ def line(r):
 
 def main(arguments=None):
     a = parse(arguments)
+    if a.plot:
+        need("matplotlib", "--plot")  # now, not when all is measured
+        Path(a.plot).parent.mkdir(parents=True, exist_ok=True)
     if a.jobs:
         compile_side_by_side(a.jobs, a.ops, a.forms, a.shapes, a.passes, a.dtype, a.device)
     guard = rivals.lift_guard() if "FLA" in a.forms else ""

@@ -20,11 +20,13 @@ import time
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from linattn_edu import VARIANTS, mamba
 from linattn_edu.bench.inputs import arguments as draw
 from linattn_edu.bench.record import provenance, write
+from linattn_edu.extras import need
+
+tqdm = need("tqdm", "a benchmark").tqdm
 
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 OPERATORS = {name: module for name, module in VARIANTS.items() if name != "softmax"} | {"mamba": mamba}

@@ -3,6 +3,7 @@
 import csv
 import datetime
 import platform
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def provenance(device, **settings):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join([f"python -m {program()}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", program(), *sys.argv[1:]]),
         **settings,
     }
     if gpu:

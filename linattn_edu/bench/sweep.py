@@ -11,12 +11,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from linattn_edu import linear, softmax
 from linattn_edu.bench.ceilings import ceilings
 from linattn_edu.bench.measure import peak_bytes, seconds
 from linattn_edu.bench.record import provenance, read, recorded, write  # noqa: F401
+from linattn_edu.extras import need
+
+tqdm = need("tqdm", "a benchmark").tqdm
 
 FORMS = {
     "softmax, T x T matrix": softmax.parallel,

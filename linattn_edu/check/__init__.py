@@ -22,7 +22,7 @@ def check(name, function, *, heads=True, skip=(), hints=True, quiet=False, **opt
         name: what the function is meant to be, as "linear.recurrent"; an unknown name raises with the list.
         function: takes the operator's arguments, or some of them: what it has no argument for is not tested.
         heads: False for a function of one sequence and one head, whose q is [T, K] and whose state is [K, V].
-        skip: keys of theorems that are not asked for, as "ragged" (see `theorems.THEOREMS`).
+        skip: a key, or keys, of theorems that are not asked for, as "ragged" (see `theorems.THEOREMS`).
         hints: name the likely slip; False where finding it is the exercise.
         quiet: print nothing.
         options: of the operator, as `normalize=False`; passed to `function` too if it takes them.
@@ -31,7 +31,8 @@ def check(name, function, *, heads=True, skip=(), hints=True, quiet=False, **opt
         A report that is true if all theorems hold, with `held`, `failures`, `not_tested`, `slip`.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or an unknown key in `skip`.
+        TypeError: what should be a function is none.
     """
     report = judge(name, function, options, skip, heads, hints)
     if not quiet:

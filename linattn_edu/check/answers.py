@@ -12,9 +12,12 @@ import hashlib
 import itertools
 import json
 import math
+import sys
+from numbers import Real
 from pathlib import Path
 
 from linattn_edu.check.report import wrapped
+from linattn_edu.validate import describe
 
 TABLE = Path(__file__).with_name("answers.json")
 FACTORS = {
@@ -35,7 +38,8 @@ def check_answer(name, value, *, quiet=False):
     """Compare an answer with the hash kept for the exercise `name`, and say whether it is right.
 
     Of a wrong one it says what is known: a foreseen slip, another order, a wrong sign, a usual factor. `value` is a
-    number, a word or a list of them. Returns True or False; an unknown name raises `ValueError`.
+    number, a word or a list of them; anything else raises `TypeError`. Returns True or False; an unknown name raises
+    `ValueError`.
     """
     table = answers()
     if name not in table:
@@ -92,8 +96,20 @@ def hashed(name, texts):
 
 def listed(value):
     """One value or several, tensors and arrays among them, as a list of numbers and words."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    value = plain(value)
+    values = [plain(x) for x in value] if isinstance(value, (list, tuple)) else [value]
+    for x in values:
+        if not isinstance(x, (str, Real)):
+            raise TypeError(f"`value`: got {describe(x)}, expected a number, a word or a list of them")
+    return values
+
+
+def plain(x):
+    """A tensor or an array as Python's numbers; a number that no float holds as infinity."""
+    x = x.tolist() if hasattr(x, "tolist") else x
+    if isinstance(x, Real) and abs(x) > sys.float_info.max:
+        return math.inf if x > 0 else -math.inf
+    return x
 
 
 def register(name, value, digits=None, slips=()):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from linattn_edu import validate
 from linattn_edu.check.diagnosis import likely_slip
 from linattn_edu.check.one_head import without_heads
 from linattn_edu.check.problems import problems
@@ -33,6 +34,10 @@ def judge(name, function, options, skip=(), heads=True, hints=True):
     found = problems()
     if name not in found:
         raise ValueError(f"`name`: got {name!r}, expected one of {', '.join(found)}")
+    if not callable(function):
+        raise TypeError(f"`function`: got {validate.describe(function)}, expected a function")
+    skip = [skip] if isinstance(skip, str) else list(skip)
+    validate.names("skip", skip, [theorem.key for theorem in THEOREMS])
     problem = found[name].with_options(options)
     if not heads:
         problem = without_heads(problem)

@@ -27,6 +27,8 @@ class Reader:
     def __init__(self, problem, function, *, names=None, returned=None):
         self.problem, self.function = problem, function
         self.names = matched(problem, function) if names is None else names
+        parameters = signature(problem, function).items()
+        self.positional = [own for own, p in parameters if p.kind is p.POSITIONAL_ONLY]
         self.returned, self.seen = returned, {}
 
     def takes(self, argument):
@@ -43,10 +45,11 @@ class Reader:
         given = {self.names[key]: x for key, x in arguments.items() if key in self.names}
         if copied:
             given = {key: tree_map(copy, x) for key, x in given.items()}
+        first = [given.pop(own) for own in self.positional if own in given]
         dtype = next(y.dtype for x in arguments.values() for y in leaves(x) if is_floating(y))
         try:
             with default_dtype(dtype):
-                returned = self.function(**given)
+                returned = self.function(*first, **given)
         except Exception as error:
             raise Stop(in_words(error, self.function)) from None
         results = named_results(returned, self.problem.results)
@@ -59,7 +62,7 @@ def copy(x):
 
 def matched(problem, function):
     """Which argument of the problem goes to which parameter: by name, else the data in order."""
-    parameters = signature(function)
+    parameters = signature(problem, function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return {name: name for name in (*problem.data, *OPTIONAL, *problem.options)}
     names = {}
@@ -77,9 +80,13 @@ def matched(problem, function):
     return names
 
 
-def signature(function):
+def signature(problem, function):
+    """The parameters by name; the data in order where Python knows none, as for `torch.sigmoid`."""
     target = function.forward if isinstance(function, torch.nn.Module) else function
-    return inspect.signature(target).parameters
+    try:
+        return inspect.signature(target).parameters
+    except ValueError:
+        return {name: inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in problem.data}
 
 
 def listed(names):

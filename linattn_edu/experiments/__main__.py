@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import os
+import shlex
 import sys
 
 import torch
@@ -38,7 +39,7 @@ def main(argv=None):
         for row in rows:
             print(*(f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}" for key, x in row.items()), sep=", ")
     else:
-        command = " ".join(["python -m linattn_edu.experiments", *(sys.argv[1:] if argv is None else argv)])
+        command = shlex.join(["python", "-m", "linattn_edu.experiments", *(sys.argv[1:] if argv is None else argv)])
         about = experiments.settings(args.name, args.setting) | {"cpu_seconds_per_seed": round(seconds, 1)}
         registry.record(args.out, rows, command=command, arguments=about)
 

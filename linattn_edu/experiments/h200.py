@@ -10,6 +10,7 @@ A row is printed and written as soon as it is known. With --tiny the sizes are t
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -316,7 +317,7 @@ def main(argv=None):
     parser.add_argument("--out", required=True, help="a CSV file")
     args = parser.parse_args(argv)
     sizes = {"device": args.device} | (TINY[args.what] if args.tiny else {})
-    command = " ".join(["python -m linattn_edu.experiments.h200", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "-m", "linattn_edu.experiments.h200", *(sys.argv[1:] if argv is None else argv)])
     about = tables.provenance(args.device) | {"command": command}
     if args.what == "hybrid":
         about |= _about_hybrid(sizes)

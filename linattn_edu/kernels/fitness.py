@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from linattn_edu.extras import need
+
 TABLE = Path(__file__).with_name("fitness.json")
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0))
 """One for each choice of tiles: 8.9 is configured like 8.6, 10.0 like 9.0."""
@@ -54,8 +56,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     a = parser.parse_args()
     import triton
-    from tqdm import tqdm
 
+    tqdm = need("tqdm", "the bar").tqdm
     tasks = [x for x in itertools.product(CAPABILITIES, DTYPES) if x[1] != "bfloat16" or x[0] >= (8, 0)]
     with ProcessPoolExecutor(a.jobs, multiprocessing.get_context("spawn")) as pool:
         rows = [row for rows in tqdm(pool.map(measure, *zip(*tasks)), total=len(tasks)) for row in rows]

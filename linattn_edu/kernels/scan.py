@@ -218,7 +218,7 @@ def selective_scan_backward(
 
 
 def tile(D, N, states):
-    """N as a power of two, and the channels that have so many states together, at least one."""
+    """How many channels have so many states together, at least one, and N as a power of two."""
     NP = 1 << (N - 1).bit_length()
     return min(max(1, states // NP), 1 << (D - 1).bit_length()), NP
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from linattn_edu import validate
 from linattn_edu.models.language_model import LanguageModel, LanguageModelConfig
 
 VOCABULARY = 256
@@ -25,9 +26,7 @@ class ByteLMConfig:
             raise ValueError(f"`width`: got {self.width}, expected a multiple of 2 * heads = {2 * self.heads}")
         for field in ("mixers", "rope"):
             object.__setattr__(self, field, tuple(getattr(self, field)))  # JSON gives lists
-            for name in getattr(self, field):
-                if name not in MIXERS:
-                    raise ValueError(f"`{field}`: got {name!r}, expected names among {', '.join(MIXERS)}")
+            validate.names(field, getattr(self, field), MIXERS)
 
 
 class ByteLM(LanguageModel):

@@ -10,15 +10,10 @@ import json
 import torch
 from torch import nn
 
+from linattn_edu import validate
+from linattn_edu.extras import need
 from linattn_edu.layers import MixtureOfExperts
 from linattn_edu.models import generation
-
-
-def check_names(field, given, known):
-    """Check that a field of a configuration names only what is known."""
-    for name in given:
-        if name not in known:
-            raise ValueError(f"`{field}`: got {name!r}, expected names among {', '.join(known)}")
 
 
 class Block(nn.Module):
@@ -81,8 +76,7 @@ class CausalLM(nn.Module):
 
     def hidden(self, ids, cache=None, *, mask=None, cu_seqlens=None):
         """What the head reads: ids -> x [B, T, D], and the cache; the arguments are those of `forward`."""
-        if ids.dim() != 2:
-            raise ValueError(f"`ids`: got shape {list(ids.shape)}, expected [B, T]")
+        validate.token_ids(ids)
         cache = [None] * len(self.blocks) if cache is None else cache
         if len(cache) != len(self.blocks):
             raise ValueError(f"`cache`: got one of {len(cache)} layers, expected the {len(self.blocks)} of this model")
@@ -96,7 +90,7 @@ class CausalLM(nn.Module):
         """Logits of the next id after each token.
 
         Args:
-            ids: [B, T] int64.
+            ids: [B, T] int64 or int32.
             cache: what an earlier call returned, a `Cache` a layer; None at the beginning of the sequences.
             mask: [B, T] bool, True for a real token. Padding may stand anywhere; the logits there mean nothing.
             cu_seqlens: integers [N+1], the bounds of N sequences packed into one row (B = 1).
@@ -105,7 +99,8 @@ class CausalLM(nn.Module):
             logits [B, T, vocabulary], and the new cache.
 
         Raises:
-            ValueError: a wrong shape, or a cache of another model.
+            ValueError: a wrong shape or dtype, or a cache of another model.
+            TypeError: ids that are no tensor.
         """
         x, cache = self.hidden(ids, cache, mask=mask, cu_seqlens=cu_seqlens)
         return self.head(x), cache
@@ -161,14 +156,15 @@ class CausalLM(nn.Module):
         """Write weights and configuration to `path`, a safetensors file.
 
         Raises:
+            ValueError: an option that no file can hold, as a function for a feature map.
             ImportError: safetensors is missing.
         """
-        from safetensors.torch import save_file
-
+        save_file = need("safetensors.torch", "`save`").save_file
+        config = json.dumps(dataclasses.asdict(self.config), default=_refuse)
         weights = {name: x.contiguous() for name, x in self.state_dict().items()}
         if self.config.tied:
             del weights["head.weight"]
-        save_file(weights, path, {"model": type(self).__name__, "config": json.dumps(dataclasses.asdict(self.config))})
+        save_file(weights, path, {"model": type(self).__name__, "config": config})
 
     @classmethod
     def load(cls, path, *, device="cpu"):
@@ -182,9 +178,7 @@ class CausalLM(nn.Module):
             ValueError: the file holds a model of another class.
             ImportError: safetensors is missing.
         """
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with need("safetensors", "`load`").safe_open(path, framework="pt", device=str(device)) as file:
             about = file.metadata() or {}
             if about.get("model") != cls.__name__:
                 raise ValueError(f"`path`: got a file of the model {about.get('model')}, expected {cls.__name__}")
@@ -202,3 +196,10 @@ class CausalLM(nn.Module):
         if config.tied:
             model.head.weight = model.embedding.weight
         return model.eval()
+
+
+def _refuse(x):
+    raise ValueError(
+        f"`config`: got {validate.describe(x)} in it, expected what a file can hold, names and plain numbers: "
+        "name the feature map, or keep the weights by torch.save(model.state_dict(), path)"
+    )

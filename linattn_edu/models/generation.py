@@ -17,8 +17,13 @@ def choose(logits, *, temperature=1.0, top_p=1.0, generator=None):
     Returns:
         ids [B].
 
+    Raises:
+        ValueError: a temperature below 0, or a top_p that is not above 0 and at most 1.
+        TypeError: what should be a number is none.
+
     Source: nucleus sampling, Holtzman et al. 2020.
     """
+    temperature, top_p = _numbers(temperature, top_p)
     if temperature == 0:
         return logits.argmax(-1)
     p, ids = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -27,13 +32,20 @@ def choose(logits, *, temperature=1.0, top_p=1.0, generator=None):
     return ids.gather(-1, torch.multinomial(p, 1, generator=generator))[:, 0]
 
 
-@torch.no_grad()
+def _numbers(temperature, top_p):
+    """Both as floats, checked."""
+    temperature, top_p = validate.number("temperature", temperature), validate.number("top_p", top_p, positive=True)
+    if temperature < 0 or top_p > 1:
+        raise ValueError(f"`temperature`, `top_p`: got {temperature} and {top_p}, expected at least 0 and at most 1")
+    return temperature, top_p
+
+
 def stream(model, ids, *, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), seed=None, mask=None):
     """Continue each row, and yield the new ids [B] as soon as they are known.
 
     Args:
         model: a language model of this package.
-        ids: the prompts [B, T], T at least 1.
+        ids: the prompts [B, T], int64 or int32, T at least 1; `ids[None]` for one prompt [T].
         max_new_tokens: at most so many ids a row.
         temperature: 0 always takes the likeliest id, 1 draws from the model's own distribution.
         top_p: draw among the likeliest ids that together have this probability.
@@ -42,28 +54,32 @@ def stream(model, ids, *, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), s
         mask: [B, T] bool, True for a real token, where prompts differ in length; padding may stand on either side.
 
     Raises:
-        ValueError: a number out of range, or a prompt without a token.
-        TypeError: what should be a number is none.
+        ValueError: a number out of range, a wrong shape or dtype of ids, or a prompt without a token.
+        TypeError: what should be a number or a tensor is none.
     """
     count = validate.count("max_new_tokens", max_new_tokens)
-    temperature, top_p = validate.number("temperature", temperature), validate.number("top_p", top_p, positive=True)
-    if temperature < 0 or top_p > 1:
-        raise ValueError(f"`temperature`, `top_p`: got {temperature} and {top_p}, expected at least 0 and at most 1")
+    _numbers(temperature, top_p)
+    validate.token_ids(ids)
     if ids.shape[1] == 0 or (mask is not None and not mask.any(1).all()):
         raise ValueError("`ids`: got a row without a token, expected a prompt in each")
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     ends = torch.tensor([stop] if isinstance(stop, int) else list(stop), dtype=ids.dtype, device=ids.device)
+    return _tokens(model, ids, count, ends, mask, temperature=temperature, top_p=top_p, generator=generator)
+
+
+@torch.no_grad()
+def _tokens(model, ids, count, ends, mask, **drawing):
+    """What `stream` yields: a generator apart, so that `stream` checks its arguments when it is called."""
     x, cache = model.hidden(ids, mask=mask)
     last = x[:, -1] if mask is None else x[torch.arange(len(x)), _last(mask)]
-    new = choose(model.head(last), temperature=temperature, top_p=top_p, generator=generator)
+    new = choose(model.head(last), **drawing)
     for _ in range(count - 1):
         yield new
         done = torch.isin(new, ends)
         if done.all():
             return
         x, cache = model.hidden(new[:, None], cache)
-        drawn = choose(model.head(x[:, -1]), temperature=temperature, top_p=top_p, generator=generator)
-        new = torch.where(done, new, drawn)
+        new = torch.where(done, new, choose(model.head(x[:, -1]), **drawing))
     yield new
 
 

@@ -8,9 +8,11 @@ Source: Kimi Team 2025 (2510.26692); the sizes are those of the released Kimi-Li
 
 from dataclasses import dataclass
 
+from linattn_edu import validate
 from linattn_edu.layers import KimiDeltaAttention, LatentAttention, MixtureOfExperts, RMSNorm, SwiGLU
+from linattn_edu.layers.hf import instance
 from linattn_edu.models import hf
-from linattn_edu.models.causal_lm import Block, CausalLM, check_names
+from linattn_edu.models.causal_lm import Block, CausalLM
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class KimiLinearConfig:
         object.__setattr__(self, "mixers", tuple(released if self.mixers is None else self.mixers))  # JSON gives lists
         mlps = ("dense",) + ("moe",) * (len(self.mixers) - 1) if self.mlps is None else tuple(self.mlps)
         object.__setattr__(self, "mlps", mlps)
-        check_names("mixers", self.mixers, ("kda", "latent_attention"))
-        check_names("mlps", mlps, ("moe", "dense"))
+        validate.names("mixers", self.mixers, ("kda", "latent_attention"))
+        validate.names("mlps", mlps, ("moe", "dense"))
         if len(mlps) != len(self.mixers):
             raise ValueError(f"`mlps`: got {len(mlps)} names, expected one for each of the {len(self.mixers)} mixers")
 
@@ -114,5 +116,7 @@ class KimiLinear(CausalLM):
 
         Raises:
             ValueError: a configuration that these layers do not know.
+            TypeError: what is no such model, for instance its name.
         """
+        instance("hf_model", hf_model, "KimiLinearForCausalLM")
         return hf.assemble(cls, hf_model, hf.kimi_linear_config(hf_model.config), hf.kimi_linear_weights(hf_model))

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from linattn_edu import layers
-from linattn_edu.models.causal_lm import Block, CausalLM, check_names
+from linattn_edu import layers, validate
+from linattn_edu.models.causal_lm import Block, CausalLM
 
 MIXERS = {
     "softmax": layers.SoftmaxAttention,
@@ -57,9 +57,9 @@ class LanguageModelConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "mixers", tuple(self.mixers))  # JSON gives a list
-        check_names("mixers", self.mixers, MIXERS)
-        check_names("options", self.options, MIXERS)
-        check_names("norm", [self.norm], NORMS)
+        validate.names("mixers", self.mixers, MIXERS)
+        validate.names("options", self.options, MIXERS)
+        validate.names("norm", [self.norm], NORMS)
 
 
 class LanguageModel(CausalLM):

@@ -9,9 +9,11 @@ Source: the configuration and code of Qwen3-Next-80B-A3B; Yang, Kautz and Hatami
 
 from dataclasses import dataclass
 
+from linattn_edu import validate
 from linattn_edu.layers import GatedAttention, GatedDeltaNet, MixtureOfExperts, RMSNorm, SwiGLU
+from linattn_edu.layers.hf import instance
 from linattn_edu.models import hf
-from linattn_edu.models.causal_lm import Block, CausalLM, check_names
+from linattn_edu.models.causal_lm import Block, CausalLM
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Qwen3NextConfig:
         object.__setattr__(self, "mixers", tuple(mixers))  # JSON gives lists
         mlps = ("moe",) * len(self.mixers) if self.mlps is None else tuple(self.mlps)
         object.__setattr__(self, "mlps", mlps)
-        check_names("mixers", self.mixers, ("gated_deltanet", "gated_attention"))
-        check_names("mlps", mlps, ("moe", "dense"))
+        validate.names("mixers", self.mixers, ("gated_deltanet", "gated_attention"))
+        validate.names("mlps", mlps, ("moe", "dense"))
         if len(mlps) != len(self.mixers):
             raise ValueError(f"`mlps`: got {len(mlps)} names, expected one for each of the {len(self.mixers)} mixers")
 
@@ -117,5 +119,7 @@ class Qwen3Next(CausalLM):
 
         Raises:
             ValueError: a configuration that these layers do not know, such as scaled positions.
+            TypeError: what is no such model, for instance its name.
         """
+        instance("hf_model", hf_model, "Qwen3NextForCausalLM")
         return hf.assemble(cls, hf_model, hf.qwen3_next_config(hf_model.config), hf.qwen3_next_weights(hf_model))

@@ -13,11 +13,13 @@ import datetime
 import hashlib
 import io
 import json
+import shlex
 from pathlib import Path
 
 import torch
 
-from linattn_edu import models
+from linattn_edu import models, validate
+from linattn_edu.extras import need
 from linattn_edu.models import byte_lm
 from linattn_edu.models.storage import SUFFIX
 from linattn_edu.train import evaluate, parallel, summary, train
@@ -57,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="windows a step, over all processes")
     add("--length", type=int, default=256, help="bytes a window")
     add("--lr", type=float, default=4e-3, help="peak learning rate")
-    add("--warmup", type=int, default=100, help="steps up to the peak")
+    add("--warmup", type=int, default=100, help="steps up to the peak; 0 for none")
     add("--weight_decay", type=float, default=0.1)
     add("--seed", type=int, default=0, help="of weights and windows")
     add("--validate_every", type=int, default=500, help="steps")
@@ -73,6 +75,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def build(args: argparse.Namespace) -> models.LanguageModel:
     """Softmax and linear attention alone make a ByteLM, stored like the shipped ones; anything else a LanguageModel."""
     mixers, rotated = args.mixers.split(","), args.rope.split(",") if args.rope else []
+    validate.names("rope", rotated, byte_lm.MIXERS)
     if set(mixers) <= set(byte_lm.MIXERS):
         return models.ByteLM(models.ByteLMConfig(args.width, args.heads, mixers, args.hidden, rotated))
     options = {name: {"rope_base": None} for name in byte_lm.MIXERS if name not in rotated}
@@ -106,11 +109,11 @@ def plot(path: Path, history: list[dict]) -> None:
 
 def command(args: argparse.Namespace) -> str:
     """What makes the same model again: paths are left out, and what has its default."""
-    parts = ["python -m linattn_edu.train"]
+    parts = ["python", "-m", "linattn_edu.train"]
     for name, value in vars(args).items():
         if name not in ("out", "checkpoint", "checkpoint_every", "brief") and value is not False:
-            parts.append(f"--{name}" if value is True else f"--{name} {value}")
-    return " ".join(parts)
+            parts += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(parts)
 
 
 def store(model: models.LanguageModel, out: Path) -> tuple[Path, models.LanguageModel]:
@@ -135,6 +138,8 @@ def main(argv: list[str] | None = None) -> dict | None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with parallel.processes(args.device) as device:
         model = build(args).to(device)
+        if not isinstance(model, models.ByteLM):
+            need("safetensors", "a file of this model")  # now, not when there are weights to lose
         settings = {
             name: getattr(args, name) for name in (*RECIPE, "validate_every", "checkpoint", "checkpoint_every", "bf16")
         }

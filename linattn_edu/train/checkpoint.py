@@ -1,6 +1,8 @@
 """Checkpoints from which training goes on bit for bit, and files that are whole or not there."""
 
+import dataclasses
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -20,8 +22,25 @@ def replace(path, write):
     os.replace(part, path)
 
 
+def identity(model):
+    """Which model it is, in plain strings by name: two models with weights of equal shapes may compute differently.
+
+    Addresses, which a function among its options shows, are left out: no two processes share them.
+    """
+    parts, config = {"model": type(model).__name__}, getattr(model, "config", None)
+    if dataclasses.is_dataclass(config):
+        parts |= {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    else:
+        parts |= {"model": model, "config": config}
+    parts["dtype"] = next(model.parameters()).dtype
+    return {name: re.sub(r" at 0x[0-9a-fA-F]+", "", f"{x!s}") for name, x in parts.items()}
+
+
 def save(path, model, optimizer, records, recipe):
-    """Write all that the next step depends on: weights, optimizer, random numbers, the log so far, and the recipe."""
+    """Write all that the next step depends on: weights, optimizer, random numbers, the log so far, and the recipe.
+
+    A recipe holds plain numbers and strings, which `torch.load(weights_only=True)` reads.
+    """
     content = {
         "recipe": recipe,
         "records": records,

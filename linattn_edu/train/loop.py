@@ -3,15 +3,17 @@
 import math
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from linattn_edu import data
+from linattn_edu import data, validate
+from linattn_edu.extras import need
 from linattn_edu.forms import computing_dtype
 from linattn_edu.train import parallel
-from linattn_edu.train.checkpoint import resume, save
+from linattn_edu.train.checkpoint import identity, resume, save
 
 RECIPE = ("source", "steps", "batch", "length", "lr", "warmup", "weight_decay", "clip", "seed", "validate_every", "bf16")
 """The arguments of `train` on which its result depends."""
@@ -48,7 +50,7 @@ def evaluate(model: nn.Module, source: str = "validation", *, length: int = 256,
 
 def learning_rate(step: int, *, steps: int, peak: float, warmup: int) -> float:
     """The rate of step 0, 1, ...: a linear warm-up over `warmup` steps times a cosine from `peak` to 0 over `steps`."""
-    return peak * (min(1.0, (step + 1) / warmup) * (0.5 * (1 + math.cos(math.pi * step / steps))))
+    return peak * (min(1.0, (step + 1) / max(warmup, 1)) * (0.5 * (1 + math.cos(math.pi * step / steps))))
 
 
 def adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
@@ -81,27 +83,38 @@ def train(
         source: a split or a text of `linattn_edu.data`.
         steps: of the optimizer.
         batch, length: windows a step, over all processes, and bytes a window.
-        lr, warmup: peak of `learning_rate`, and the steps up to it.
+        lr, warmup: peak of `learning_rate`, and the steps up to it, 0 for no warm-up.
         weight_decay: of matrices, see `adamw`.
-        clip: the gradient is shortened to this norm.
+        clip: the gradient is shortened to this norm; `math.inf` leaves it.
         seed: chooses the windows.
         validate_every: `evaluate(model)` is recorded after so many steps, and after the last; never if None.
         bf16: compute in bfloat16 where `torch.autocast` does; weights stay as they are.
-        checkpoint: a file, written after every `checkpoint_every` steps and the last; if it exists, training goes
-            on from it, and ends with the same weights and records to the bit.
+        checkpoint: a file, written after every `checkpoint_every` steps and the last, its folder made; if it
+            exists, training goes on from it, and ends with the same weights and records to the bit.
         timed: records also tell the seconds since the beginning.
         progress: show a bar, which needs tqdm.
 
     Raises:
-        ValueError: a batch that the processes cannot share evenly, or a checkpoint of another run.
+        ValueError: a number out of range, a batch that the processes cannot share evenly, or a checkpoint of another
+            run or model.
+        TypeError: what should be a number, or True or False, is none.
         ImportError: a bar without tqdm.
 
     The model is left in eval mode.
     """
+    steps, batch, length = map(validate.count, ("steps", "batch", "length"), (steps, batch, length))
+    warmup, seed = validate.count("warmup", warmup, least=0), validate.count("seed", seed, least=0)
+    lr, weight_decay = validate.number("lr", lr), validate.number("weight_decay", weight_decay)
+    clip = math.inf if clip == math.inf else validate.number("clip", clip, positive=True)
+    validate_every = None if validate_every is None else validate.count("validate_every", validate_every)
+    checkpoint_every = validate.count("checkpoint_every", checkpoint_every)
+    validate.flag("bf16", bf16)
     rank, size = parallel.place()
     if batch % size:
         raise ValueError(f"`batch`: got {batch}, expected a multiple of the {size} processes")
-    recipe = {name: x for name, x in locals().items() if name in RECIPE}
+    recipe = {name: x for name, x in locals().items() if name in RECIPE} | identity(model)
+    if checkpoint is not None:
+        Path(checkpoint).parent.mkdir(parents=True, exist_ok=True)
     optimizer = adamw(model, lr=lr, weight_decay=weight_decay)
     records = [] if checkpoint is None else resume(checkpoint, model, optimizer, recipe)
     began = time.perf_counter() - (records[-1].get("seconds", 0.0) if records else 0.0)
@@ -128,11 +141,7 @@ def train(
 
 
 def _bar(**tokens):
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError('the bar needs tqdm: pip install "linattn_edu[train]", or progress=False') from error
-    return tqdm(**tokens, unit="tok", unit_scale=True)
+    return need("tqdm", "the bar (progress=False leaves it out)").tqdm(**tokens, unit="tok", unit_scale=True)
 
 
 def update(
