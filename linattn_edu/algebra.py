@@ -75,8 +75,9 @@ def channel_scores(q, k, g):
 def l2norm(x):
     """Scale vectors to (almost) unit length: x * rsqrt(sum(x^2) + 1e-6), over the last axis, in the dtype of `x`.
 
-    Computed in at least float32: in float16 the sum would overflow for a vector longer than 256. A zero vector stays
-    zero and has a finite gradient. Same as FLA's `l2norm` (eps inside the root).
+    Computed in at least float32: in float16 the sum would overflow for a vector longer than 256. In float32 it does
+    beyond 1.8e19, and the result is 0. A zero vector stays zero and has a finite gradient. Same as FLA's `l2norm` (eps
+    inside the root).
     """
     validate.floating("x", x)
     dtype, x = x.dtype, x.to(computing_dtype(x))

@@ -140,11 +140,7 @@ def share_heads(q, k, HV):
 
 def full_precision(x):
     """Keep an enclosing `torch.autocast` from lowering the dtype of the formulas."""
-    device = x.device.type
-    # torch.compile of 2.11 cannot ask for the first; what it compiles for has autocast.
-    if (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if validate.autocasting(x) else contextlib.nullcontext()
 
 
 def kind_of(*values):

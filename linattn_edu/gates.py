@@ -47,7 +47,7 @@ def kda_decay(x, A_log, dt_bias):
     Args:
         x: [B, T, HV, K], or [B, HV, K] for one token.
         A_log: [HV].
-        dt_bias: [HV, K]; in checkpoints of FLA flat, [HV * K].
+        dt_bias: [HV, K]; a checkpoint of FLA holds it flat, [HV * K]: pass its `view(HV, K)`.
 
     Returns:
         g in the shape of x.
@@ -85,9 +85,7 @@ def kda_bounded_decay(x, A_log, dt_bias, *, lower_bound=-5.0):
 
     Source: the official code of FlashKDA (2026) and FLA's `safe_gate`; not in the paper of 2025.
     """
-    bound = validate.number("lower_bound", lower_bound)
-    if bound >= 0:
-        raise ValueError(f"`lower_bound`: got {lower_bound}, expected a number below 0")
+    bound = validate.number("lower_bound", lower_bound, negative=True)
     x, A_log, dt_bias = _upcast(x, A_log, dt_bias, "HV K")
     return bound * torch.sigmoid(A_log.exp()[:, None] * (x + dt_bias))
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from linattn_edu import validate
+from linattn_edu import kernels, validate
 from linattn_edu.forms import computing_dtype, full_precision, overwrite
 from linattn_edu.validate import Sizes
 
@@ -88,13 +88,17 @@ def _convolve(x, weight, bias, activation, state):
     T, dtype = x.shape[1], computing_dtype(x)
     with full_precision(x):
         seen = torch.cat([state.to(x.dtype).mT, x], 1)  # [B, W-1 + T, D]
-        y = _Taps.apply(seen.to(dtype), weight.to(dtype))
+        slide = _slide if kernels.transformed() else _Taps.apply
+        y = slide(seen.to(dtype), weight.to(dtype))
         y = y if bias is None else y + bias.to(dtype)
         return ACTIVATIONS[activation](y).to(x.dtype), seen[:, T:].mT.clone()
 
 
 class _Taps(torch.autograd.Function):
-    """`_slide`, and as its gradient one more `_slide`; autograd's own writes a sequence of zeros for every tap."""
+    """`_slide`, and as its gradient one more `_slide`; autograd's own writes a sequence of zeros for every tap.
+
+    No `jvp`, since torch.compile takes no function that has one: in forward mode `_slide` itself serves.
+    """
 
     generate_vmap_rule = True
 

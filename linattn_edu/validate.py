@@ -53,15 +53,32 @@ def floating(name, x):
         raise ValueError(f"`{name}`: got dtype {x.dtype}, expected a floating dtype")
 
 
+def integer(name, x):
+    """Check that `x` is a tensor of whole numbers, of whatever shape."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected an integer tensor")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f"`{name}`: got dtype {x.dtype}, expected an integer dtype")
+
+
 def floating_tensor(name, x, axes, sizes, *, like=None, share_dtype=False):
     """Check that `x` is a floating tensor whose axes are the letters of `axes` ("B T H K"), and bind new letters.
 
     `like` is a pair (name, tensor) whose device, and with `share_dtype` also its dtype, `x` must share.
     """
+    _tensor(floating, name, x, axes, sizes, like, share_dtype)
+
+
+def integer_tensor(name, x, axes, sizes, *, like=None):
+    """The same for a tensor of whole numbers, in any integer dtype."""
+    _tensor(integer, name, x, axes, sizes, like, False)
+
+
+def _tensor(check_dtype, name, x, axes, sizes, like, share_dtype):
     letters = axes.split()
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"`{name}`: got {describe(x)}, expected a tensor {sizes.describe(letters)}")
-    floating(name, x)
+    check_dtype(name, x)
     if not sizes.fits(x.shape, letters):
         raise ValueError(
             f"`{name}`: got shape {list(x.shape)}, expected {sizes.describe(letters)}{_layout_hint(x, letters, sizes)}"
@@ -96,7 +113,17 @@ def head_ratio(many, few, sizes, name):
         raise ValueError(f"`{name}`: got {many} = {sizes[many]} heads, expected a multiple of {few} = {sizes[few]}")
 
 
-def number(name, x, *, positive=False):
+def autocasting(x):
+    """Whether an enclosing `torch.autocast` chooses the dtype of products on the device of `x`."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    device = x.device.type
+    # torch.compile of 2.11 cannot ask for the first; what it compiles for has autocast.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    return available and torch.is_autocast_enabled(device)
+
+
+def number(name, x, *, positive=False, negative=False):
     """Check that `x` is a finite number, and return it as a float, which torch takes where it takes no other kind."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"`{name}`: got {describe(x)}, expected a number")
@@ -104,23 +131,57 @@ def number(name, x, *, positive=False):
         value = float(x)
     except OverflowError:
         value = math.inf
-    if not math.isfinite(value) or (positive and value <= 0):
-        raise ValueError(f"`{name}`: got {x!s:.40}, expected a finite{' positive' if positive else ''} number")
+    kind, fits = (" positive", value > 0) if positive else (" negative", value < 0) if negative else ("", True)
+    if not (math.isfinite(value) and fits):
+        raise ValueError(f"`{name}`: got {x!s:.40}, expected a finite{kind} number")
     return value
 
 
-def count(name, x):
-    """Check that `x` is a whole number of at least 1, and return it as an int."""
+def count(name, x, *, least=1, most=None):
+    """Check that `x` is a whole number from `least` to `most`, where None is no bound, and return it as an int."""
+    bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
     if isinstance(x, bool) or not isinstance(x, Integral):
-        raise TypeError(f"`{name}`: got {describe(x)}, expected a whole number of at least 1")
-    if x < 1:
-        raise ValueError(f"`{name}`: got {x}, expected a whole number of at least 1")
+        raise TypeError(f"`{name}`: got {describe(x)}, expected a whole number{bounds}")
+    if (least is not None and x < least) or (most is not None and x > most):
+        raise ValueError(f"`{name}`: got {x}, expected a whole number{bounds}")
     return int(x)
 
 
+def interval(name, x, *, endless=False):
+    """Check that `x` is a pair of numbers, 0 <= low <= high and 0 < high (`endless`: even inf), and return it."""
+    try:
+        low, high = x
+    except (TypeError, ValueError):
+        raise TypeError(f"`{name}`: got {describe(x)}, expected two numbers (low, high)") from None
+    low, high = number(name, low), high if endless and high == math.inf else number(name, high)
+    if not 0 <= low <= high or high == 0:
+        raise ValueError(f"`{name}`: got {x}, expected 0 <= low <= high and high above 0")
+    return low, high
+
+
 def flag(name, x):
+    """Check that `x` is True or False, and return it."""
     if not isinstance(x, bool):
         raise TypeError(f"`{name}`: got {describe(x)}, expected True or False")
+    return x
+
+
+def names(name, given, known):
+    """Check that `given` names only what is known."""
+    for each in given:
+        if each not in known:
+            raise ValueError(f"`{name}`: got {each!r}, expected names among {', '.join(known)}")
+
+
+def token_ids(ids):
+    """Check that `ids` is a tensor [B, T] of integers that an embedding takes."""
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"`ids`: got {describe(ids)}, expected an integer tensor [B, T]")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"`ids`: got dtype {ids.dtype}, expected torch.int32 or torch.int64")
+    if ids.dim() != 2:
+        hint = ": ids[None] for one prompt" if ids.dim() == 1 else ""
+        raise ValueError(f"`ids`: got shape {list(ids.shape)}, expected [B, T]{hint}")
 
 
 def sequence_count(cu_seqlens, sizes, device):

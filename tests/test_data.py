@@ -141,16 +141,37 @@ def test_windows_of_a_split_keep_texts_apart_and_counted_windows_are_spread():
         (lambda: data.load_bytes("x"), "`name`: got 'x'"),
         (lambda: data.provenance("x"), "`name`: got 'x'"),
         (lambda: data.members("test"), "`source`: got 'test', expected one of train, validation, emma"),
-        (lambda: data.windows("emma", length=0), "`length`: got 0, expected 1 to 883026"),
+        (lambda: data.windows("emma", length=0), "`length`: got 0, expected a whole number from 1 to 883026"),
         (lambda: data.windows("emma", length=883_027), "`length`: got 883027"),
-        (lambda: data.windows("emma", length=800_000, count=2), "`count`: got 2, expected 1 to 1 "),
+        (lambda: data.windows("emma", length=800_000, count=2), "`count`: got 2, expected a whole number from 1 to 1"),
         (lambda: data.windows("emma", length=10, count=0), "`count`: got 0"),
-        (lambda: next(data.batches(batch=0, length=8)), "`batch`: got 0, expected at least 1"),
-        (lambda: next(data.batches(batch=1, length=673_687)), "`length`: got 673687, expected 1 to 673686"),
+        (lambda: next(data.batches(batch=0, length=8)), "`batch`: got 0, expected a whole number of at least 1"),
+        (lambda: next(data.batches(batch=1, length=8, seed=-1)), "`seed`: got -1, expected a whole number"),
+        (lambda: data.decode(torch.zeros(1, 5, dtype=torch.long)), "`ids`: got shape [1, 5], expected [T]"),
+        (lambda: data.decode(torch.ones(5)), "`ids`: got dtype torch.float32, expected an integer dtype"),
+        (lambda: data.decode(torch.tensor([97, 256])), "`ids`: got ids from 97 to 256, expected bytes, 0 to 255"),
+        (lambda: next(data.batches(batch=1, length=673_687)), "`length`: got 673687, expected a whole number from"),
     ],
 )
 def test_bad_arguments_are_named(call, text):
     with pytest.raises(ValueError) as error:
+        call()
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: data.encode(b"abc"), "`text`: got bytes b'abc', expected a string"),
+        (lambda: data.decode([97, 98]), "`ids`: got list [97, 98], expected a tensor [T]"),
+        (lambda: next(data.batches(batch=2.5, length=8)), "`batch`: got float 2.5, expected a whole number"),
+        (lambda: next(data.batches(batch=2, length=8.0)), "`length`: got float 8.0, expected a whole number"),
+        (lambda: next(data.batches(batch=2, length=8, start=0.5)), "`start`: got float 0.5, expected a whole number"),
+        (lambda: data.windows(length=8, count=2.0), "`count`: got float 2.0, expected a whole number"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(call, text):
+    with pytest.raises(TypeError) as error:
         call()
     assert text in str(error.value)
 

@@ -143,7 +143,7 @@ BAD = [
     (ValueError, "mamba2_decay", {"x": lambda x: x[0, 0]}, "`x`: got shape [2], expected [B, HV]"),
     (ValueError, "kda_decay", {"dt_bias": lambda x: x[0]}, "`dt_bias`: got shape [3], expected [HV, K] with HV = 2"),
     (ValueError, "kda_decay", {"x": lambda x: x.long()}, "`x`: got dtype torch.int64, expected a floating dtype"),
-    (ValueError, "kda_bounded_decay", {"lower_bound": 0}, "`lower_bound`: got 0, expected a number below 0"),
+    (ValueError, "kda_bounded_decay", {"lower_bound": 0}, "`lower_bound`: got 0, expected a finite negative number"),
     (ValueError, "gla_decay", {"tau": 0}, "`tau`: got 0, expected a finite positive number"),
     (ValueError, "write_strength", {"x": lambda x: x.long()}, "`x`: got dtype torch.int64, expected a floating dtype"),
     (TypeError, "mamba2_decay", {"bias": 1}, "got the unknown argument `bias`, expected `x`, `A_log`, `dt_bias`"),

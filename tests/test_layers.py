@@ -29,6 +29,7 @@ from linattn_edu.layers import (
     SoftmaxAttention,
     initial,
     packing,
+    rope,
 )
 
 D = 12
@@ -470,12 +471,37 @@ def test_wrong_arguments_are_named(name):
         (ValueError, "`cu_seqlens`", dict(x=x[:1], cu_seqlens=torch.tensor([0, 3]))),
         (TypeError, "`cu_seqlens`", dict(x=x[:1], cu_seqlens=[0, 4])),
         (TypeError, "`cache`", dict(x=x, cache=cache.tensors)),
+        (ValueError, "`cache`", dict(x=x, cache=Cache())),
         (ValueError, "`cache`", dict(x=x[:2], cache=cache)),
         (ValueError, "`cache`", dict(x=x[:1], cache=cache, cu_seqlens=cu)),
     ]
     for error, argument, arguments in cases:
         with pytest.raises(error, match=argument):
             layer(**arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "ShortConvolution"])  # which has no matrix
+def test_the_dtype_and_the_device_of_x_are_those_of_the_weights(name):
+    layer = layer_of(name, torch.float32)
+    for x, difference in (
+        (tokens(2), "dtype torch.float64, expected torch.float32"),
+        (tokens(2, dtype=torch.float32).to("meta"), "device meta, expected cpu"),
+    ):
+        with pytest.raises(ValueError, match=rf"`x`: got {difference} as in `\w+\.weight`"):
+            layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(tokens(2).bfloat16())[0].isfinite().all()
+
+
+def test_a_projection_of_another_class_may_take_any_dtype():
+    class Cast(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight.dtype))
+
+    layer = DeltaNet(D, 2, conv_size=None).float()
+    for name in ("q_proj", "k_proj", "v_proj", "b_proj", "o_proj"):
+        layer.get_submodule(name).__class__ = Cast
+    assert layer(tokens(2))[0].isfinite().all()
 
 
 def test_the_cache_of_another_layer_is_refused():
@@ -503,11 +529,89 @@ def test_the_cache_of_another_layer_is_refused():
         (lambda: Mamba(12, dt_min=0.2), "dt_max"),
         (lambda: RMSNorm(12, gate="relu"), "gate"),
         (lambda: RMSNorm(12, groups=5), "groups"),
+        (lambda: RMSNorm(12, eps=-1e-6), "eps"),
+        (lambda: DeltaNet(12, 2, key_dim=0), "key_dim"),
+        (lambda: DeltaNet(12, 2, value_dim=0), "value_dim"),
+        (lambda: DeltaNet(12, 2, conv_size=0), "conv_size"),
+        (lambda: Retention(12, 2, value_dim=0), "value_dim"),
+        (lambda: Retention(12, 2, rope_base=-1.0), "rope_base"),
+        (lambda: LinearAttention(12, 2, rope_base=0), "rope_base"),
+        (lambda: LinearAttention(12, 2, key_dim=3, rope_base=100.0), "key_dim"),
+        (lambda: LinearAttention(12, 2, feature_map=lambda x: x.sum()), "feature_map"),
+        (lambda: GatedLinearAttention(12, 2, key_dim=0), "key_dim"),
+        (lambda: GatedLinearAttention(12, 2, gate_rank=0), "gate_rank"),
+        (lambda: GatedLinearAttention(12, 2, tau=0), "tau"),
+        (lambda: GatedDeltaNet(12, 2, value_heads=0), "value_heads"),
+        (lambda: GatedDeltaNet(12, 2, value_dim=0), "value_dim"),
+        (lambda: KimiDeltaAttention(12, 2, gate_rank=0), "gate_rank"),
+        (lambda: KimiDeltaAttention(12, 2, lower_bound=0.0), "lower_bound"),
+        (lambda: KimiDeltaAttention(12, 2, A_range=(1.0, float("inf"))), "A_range"),
+        (lambda: Mamba(12, expand=0), "expand"),
+        (lambda: Mamba(12, expand=0.01), r"expand \* width"),
+        (lambda: Mamba(12, dt_rank=0), "dt_rank"),
+        (lambda: Mamba(12, conv_size=0), "conv_size"),
+        (lambda: Mamba2(12, head_dim=0), "head_dim"),
+        (lambda: Mamba2(12, head_dim=4, groups=0), "groups"),
+        (lambda: Mamba2(12, head_dim=4, dt_limit=(0.2, 0.1)), "dt_limit"),
+        (lambda: layer_of("DeltaNet").cache_bytes(-1), "T"),
+        (lambda: layer_of("SoftmaxAttention").cache_bytes(-1), "T"),
     ],
 )
 def test_wrong_sizes_are_named(make, argument):
     with pytest.raises(ValueError, match=f"`{argument}`"):
         make()
+
+
+@pytest.mark.parametrize(
+    "make, argument",
+    [
+        (lambda: DeltaNet(12, 2, negative_eigenvalues=1), "negative_eigenvalues"),
+        (lambda: LinearAttention(12, 2, normalize=1), "normalize"),
+        (lambda: Retention(12, 2, rope_base=None), "rope_base"),
+        (lambda: KimiDeltaAttention(12, 2, gate_rank=2.5), "gate_rank"),
+        (lambda: GatedDeltaNet(12, 2, A_range=3), "A_range"),
+        (lambda: GatedDeltaNet(12, 2, A_range=(1.0, 2.0, 3.0)), "A_range"),
+        (lambda: Mamba2(12, head_dim=4, dt_limit=3), "dt_limit"),
+        (lambda: Mamba(12, conv_size=None), "conv_size"),
+        (lambda: RMSNorm(12, eps="1e-6"), "eps"),
+        (lambda: RMSNorm(12, zero_centred=2), "zero_centred"),
+        (lambda: layer_of("DeltaNet").cache_bytes(2.5), "T"),
+        (lambda: layer_of("SoftmaxAttention").cache_bytes(2.5), "T"),
+    ],
+)
+def test_sizes_of_another_kind_are_named(make, argument):
+    with pytest.raises(TypeError, match=f"`{argument}`"):
+        make()
+
+
+ROPE = [
+    (ValueError, dict(positions=torch.tensor([3])), "`positions`: got shape [1], expected [T] with T = 5 as in `x`"),
+    (ValueError, dict(positions=torch.zeros(3, 5).long()), "`positions`: got shape [3, 5], expected [B, T] with B = 2"),
+    (ValueError, dict(positions=torch.tensor(3)), "`positions`: got shape [], expected [B, T] with B = 2"),
+    (ValueError, dict(positions=torch.linspace(0, 1, 5)), "`positions`: got dtype torch.float32, expected an integer"),
+    (ValueError, dict(positions=torch.ones(5).bool()), "`positions`: got dtype torch.bool, expected an integer dtype"),
+    (ValueError, dict(positions=torch.arange(5, device="meta")), "`positions`: got device meta, expected cpu as in"),
+    (TypeError, dict(positions=[0, 1, 2, 3, 4]), "`positions`: got list [0, 1, 2, 3, 4], expected a tensor [B, T]"),
+    (TypeError, dict(start="a"), "`start`: got str 'a', expected a whole number"),
+    (TypeError, dict(start=0.5), "`start`: got float 0.5, expected a whole number"),
+]
+
+
+@pytest.mark.parametrize("error, arguments, message", ROPE)
+def test_wrong_positions_are_named(error, arguments, message):
+    with pytest.raises(error) as raised:
+        rope(torch.randn(2, 5, 2, 4), **arguments)
+    assert message in str(raised.value)
+
+
+def test_positions_of_any_integer_dtype_are_the_place_of_each_token():
+    x = torch.randn(2, 5, 2, 4, dtype=torch.float64)
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        t = torch.arange(3, 8, dtype=dtype)
+        for positions in (t, t.expand(2, 5)):
+            assert torch.equal(rope(x, positions=positions), rope(x, start=3))
+    there = rope(x, start=4)
+    torch.testing.assert_close(torch.cat([rope(there[:, t : t + 1], start=-4 - t) for t in range(5)], 1), x, **TIGHT)
 
 
 # Initial values.

@@ -156,9 +156,11 @@ def test_swiglu_is_its_formula():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(top_k=9), "`top_k`: got 9, expected a number from 1 to the 8 experts"),
-        (dict(top_k=0), "`top_k`: got 0, expected a number from 1"),
-        (dict(top_k=5, groups=4, top_groups=2), "`top_k`: got 5, expected a number from 1 to the 4 experts"),
+        (dict(top_k=9), "`top_k`: got 9, expected a whole number from 1 to 8"),
+        (dict(top_k=0), "`top_k`: got 0, expected a whole number from 1 to 8"),
+        (dict(top_k=5, groups=4, top_groups=2), "`top_k`: got 5, expected a whole number from 1 to 4"),
+        (dict(top_k=1, groups=0), "`groups`: got 0, expected a whole number of at least 1"),
+        (dict(top_k=1, shared=-1), "`shared`: got -1, expected a whole number of at least 0"),
         (dict(top_k=1, groups=3), "`groups`, `top_groups`: got 3 and 1, expected a divisor of the 8 experts"),
         (dict(top_k=1, groups=4, top_groups=5), "`groups`, `top_groups`: got 4 and 5"),
         (dict(top_k=1, scoring="relu"), "`scoring`: got 'relu', expected 'softmax' or 'sigmoid'"),
@@ -168,3 +170,9 @@ def test_bad_sizes_are_named(options, message):
     with pytest.raises(ValueError) as error:
         MixtureOfExperts(D, F, E, **options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("make", [lambda: MixtureOfExperts(D, 0, E, 2), lambda: SwiGLU(D, 0)])
+def test_no_channels_are_refused(make):
+    with pytest.raises(ValueError, match="`hidden`: got 0, expected a whole number of at least 1"):
+        make()

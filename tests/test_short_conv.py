@@ -64,6 +64,25 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(function, list(arguments.values()))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in forward mode
+@pytest.mark.parametrize("bounds", [None, [0, 2, 2, 11]])
+def test_forward_derivatives_are_the_backward_ones(bounds):
+    """<dy, J dx> is the same read from either side."""
+    arguments = inputs(B=1, N=1 if bounds is None else 3)
+    packed = None if bounds is None else torch.tensor(bounds)
+
+    def function(*xs):
+        return causal_conv(**dict(zip(arguments, xs)), activation="silu", cu_seqlens=packed)[0]
+
+    directions = tuple(torch.cos(1 + x) for x in arguments.values())
+    y, forward = torch.func.jvp(function, tuple(arguments.values()), directions)
+    named = with_grad(arguments)
+    weight = torch.sin(y)
+    gradients = torch.autograd.grad((function(*named.values()) * weight).sum(), list(named.values()))
+    backward = sum((g * d).sum() for g, d in zip(gradients, directions))
+    torch.testing.assert_close((forward * weight).sum(), backward, **TIGHT)
+
+
 @pytest.mark.parametrize("lengths", [[1] * 11, [2, 1, 2, 2, 4], [0, 3, 0, 8, 0], [10, 1]])
 def test_chained_calls_are_one_and_so_are_their_gradients(lengths):
     """Report 34 (flash-linear-attention#1140): chunks shorter than W - 1 gave a wrong gradient of the initial state."""

@@ -359,6 +359,16 @@ def test_tokens_label_a_map_only_where_they_fit():
     assert labels(38, TEXT) != viz.token_labels(TEXT) and len(labels(38, TEXT)) < 10
 
 
+def test_a_list_of_tensors_is_a_tensor():
+    """Of any dtype, and with a graph: states collected in a loop are drawn as they are."""
+    states = [torch.eye(3, dtype=torch.bfloat16).requires_grad_(), 2 * torch.eye(3)]
+    figure = viz.state_strip(states, times=[1, 2])
+    assert [ax.images[0].get_array().max() for ax in figure.axes[:2]] == [1, 2]
+    _, ax = plt.subplots()
+    viz.curves(ax, [0, 1], {"a": [states[0][0, 0], torch.tensor(3)]}, xlabel="x", ylabel="y")
+    assert ax.lines[0].get_ydata().tolist() == [1, 3]
+
+
 def test_maps_share_one_scale():
     figure = viz.attention_maps(np.stack([np.eye(3), 4 * np.eye(3)]), ["a", "b"])
     images = [ax.images[0] for ax in figure.axes[:2]]
@@ -612,6 +622,8 @@ def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path, ch
         (lambda ax: viz.attention_map(ax, np.ones((1, 3, 3))), r"`weights`: .* \[1, 3, 3\], expected \[Tq, Tk\]"),
         (lambda ax: viz.attention_map(ax, np.eye(3), b"ab"), "`tokens_q`: got 2, expected T = 3"),
         (lambda ax: viz.attention_maps(np.ones((2, 3, 3)), ["a"]), "`titles`: got 1, expected N = 2"),
+        (lambda ax: viz.attention_maps(np.ones((2, 3, 3)), columns=0), "`columns`: got 0, expected a whole number"),
+        (lambda ax: viz.bars(ax, [1.0], xlabel=""), r"`values`: got list \[1.0\], expected a mapping from names"),
         (lambda ax: viz.state_map(ax, np.ones(3)), r"`state`: got shape \[3\], expected \[K, V\]"),
         (lambda ax: viz.state_strip(np.ones((4, 2, 2)), times=[5]), r"`times`: got \[5\], expected .* from 1 to T = 4"),
         (lambda ax: viz.state_strip(np.ones((4, 2, 2)), tokens=b"abc"), "`tokens`: got 3, expected T = 4"),
@@ -620,10 +632,20 @@ def test_a_film_plays_in_a_browser_and_stands_still_without_scripts(tmp_path, ch
         (lambda ax: viz.state_film(np.ones((2, 2, 2)), alt="x", keys=np.ones((3, 2))), r"`keys`: .*\[3, 2\]"),
         (lambda ax: viz.state_film(np.ones((2, 2, 3)), alt="x", values=np.ones((2, 2))), r"`values`: .*\[2, 2\]"),
         (lambda ax: viz.film(ax.figure, id, [], alt="x"), "`frames`: got none"),
+        (lambda ax: viz.state_strip(np.ones((4, 2, 2)), times=[]), r"`times`: got \[\], expected .* at least one"),
+        (lambda ax: viz.state_strip(np.ones((4, 2, 2)), times=[1.5]), r"`times`: got \[1.5\], expected whole numbers"),
+        (lambda ax: viz.state_map(ax, [[1.0, 2.0], [3.0]]), r"`state`: got list .*, expected numbers \[K, V\]"),
+        (lambda ax: viz.token_labels([300]), r"`tokens`: got list \[300\], expected bytes, .* from 0 to 255"),
+        (lambda ax: viz.token_labels(["a", 98]), r"`tokens`: got list \['a', 98\], expected bytes, "),
+        (lambda ax: viz.token_labels([1.5]), r"`tokens`: got list \[1.5\], expected bytes, "),
         (lambda ax: viz.film(ax.figure, id, [1], alt=" "), "`alt`: got an empty text"),
+        (lambda ax: viz.film(ax.figure, id, [1, 2], alt="x", still=2), "`still`: got 2, expected .* from -2 to 1"),
+        (lambda ax: viz.film(ax.figure, id, [1], alt="x", fps=0), "`fps`: got 0, expected a finite positive number"),
+        (lambda ax: viz.costs(ax, [1, 2], {}, ylabel="s"), r"`series`: got dict {}, expected a mapping"),
+        (lambda ax: viz.curves(ax, [1], [1.0], xlabel="", ylabel=""), r"`series`: got list .*, expected a mapping"),
         (lambda ax: viz.bracketing(0, 4, 4), "`T`: got 0, expected a whole number of at least 1"),
         (lambda ax: viz.chunked_mask(8, 2.5), "`C`: got 2.5, expected a whole number of at least 1"),
-        (lambda ax: viz.costs(ax, [1, 2], {"a": [1.0]}, ylabel="s"), r"`series\['a'\]`: .* \[X\] with X = 2"),
+        (lambda ax: viz.costs(ax, [1, 2], {"a": [1.0]}, ylabel="s"), r"`series\['a'\]`: .* \[X, repeats\] with X = 2"),
         (lambda ax: viz.curves(ax, [1], {"a": [np.nan]}, xlabel="", ylabel=""), r"`series\['a'\]`: got NaN alone"),
         (lambda ax: viz.costs(ax, [1, 2], {"a": [0.0, 1.0]}, ylabel="s"), r"`series\['a'\]`: .* positive"),
     ],

@@ -6,6 +6,7 @@ from itertools import count as count_from
 import numpy as np
 import torch
 
+from linattn_edu import validate
 from linattn_edu.data.texts import BOOKS, SPLITS, load_bytes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -21,9 +22,7 @@ def members(source: str) -> tuple[str, ...]:
 
 
 def _check_length(length: int, texts: dict[str, torch.Tensor]) -> None:
-    shortest = min(map(len, texts.values()))
-    if not 1 <= length < shortest:
-        raise ValueError(f"`length`: got {length}, expected 1 to {shortest - 1} ({', '.join(texts)})")
+    validate.count("length", length, most=min(map(len, texts.values())) - 1)
 
 
 def batches(
@@ -37,8 +36,9 @@ def batches(
     """
     texts = {name: load_bytes(name) for name in members(source)}
     _check_length(length, texts)
-    if batch < 1:
-        raise ValueError(f"`batch`: got {batch}, expected at least 1")
+    validate.count("batch", batch)
+    validate.count("seed", seed, least=0)
+    validate.count("start", start, least=0)
     # Offsets index the concatenation of all texts' window starts, of which each text has len - length.
     ends = np.cumsum([len(text) - length for text in texts.values()])
     for i in count_from(start):
@@ -69,8 +69,7 @@ def windows(source: str = "validation", *, length: int, count: int | None = None
         targets.append(text[1 : n * length + 1].view(n, length))
     x, y = torch.cat(inputs), torch.cat(targets)
     if count is not None:
-        if not 1 <= count <= len(x):
-            raise ValueError(f"`count`: got {count}, expected 1 to {len(x)} at length {length}")
+        validate.count("count", count, most=len(x))
         chosen = torch.arange(count) * len(x) // count
         x, y = x[chosen], y[chosen]
     return x.long(), y.long()

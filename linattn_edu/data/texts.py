@@ -8,6 +8,8 @@ from importlib.resources import files
 import numpy as np
 import torch
 
+from linattn_edu import validate
+
 
 @dataclass(frozen=True)
 class Book:
@@ -84,12 +86,18 @@ def load_bytes(name: str) -> torch.Tensor:
 
 def encode(text: str) -> torch.Tensor:
     """Token ids of a string, which are its UTF-8 bytes: int64, shape [T], 0 to 255."""
+    if not isinstance(text, str):
+        raise TypeError(f"`text`: got {validate.describe(text)}, expected a string")
     return torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
 
 
 def decode(ids: torch.Tensor) -> str:
     """The string of token ids [T]; bytes that are no UTF-8 become U+FFFD."""
-    return bytes(ids.tolist()).decode("utf-8", errors="replace")
+    validate.integer_tensor("ids", ids, "T", validate.Sizes())
+    values = ids.tolist()
+    if values and not 0 <= min(values) <= max(values) <= 255:
+        raise ValueError(f"`ids`: got ids from {min(values)} to {max(values)}, expected bytes, 0 to 255")
+    return bytes(values).decode("utf-8", errors="replace")
 
 
 def provenance(name: str | None = None) -> str:

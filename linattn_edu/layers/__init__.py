@@ -1,6 +1,7 @@
 """Layers: mixers of tokens and what stands beside them in a block, as `torch.nn` modules.
 
-Every mixer has `forward(x, *, cache=None, mask=None, cu_seqlens=None) -> (y, cache)`.
+Every mixer has `forward(x, *, cache=None, mask=None, cu_seqlens=None) -> (y, cache)`. A layer checks its sizes when it
+is made: `ValueError` for one that does not fit, `TypeError` for what is no number.
 """
 
 from linattn_edu.layers.attention import SoftmaxAttention

@@ -12,7 +12,7 @@ from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.growing import remember
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.qkv import head_dim as width_a_head
-from linattn_edu.layers.rope import rope
+from linattn_edu.layers.rope import check_turning, rope
 from linattn_edu.softmax import seen
 
 
@@ -60,7 +60,7 @@ class AttentionLayer(nn.Module):
         """Mix the tokens of x, and remember them.
 
         Args:
-            x: [B, T, D].
+            x: [B, T, D], in the dtype of the weights unless `torch.autocast` is on.
             cache: what an earlier call returned; None at the beginning of the sequences.
             mask: [B, T] bool, True for a real token. Padding may stand anywhere; its outputs are 0.
             cu_seqlens: integers [N+1], the bounds of N sequences packed into one row (B = 1); each sees itself alone,
@@ -73,7 +73,7 @@ class AttentionLayer(nn.Module):
             ValueError: a wrong shape, dtype or device; `mask` together with `cu_seqlens`; a cache of another layer.
             TypeError: an argument that is no tensor, or a cache that is no Cache.
         """
-        N = packing.check(x, self.width, cache, mask, cu_seqlens)
+        N = packing.check(self, x, cache, mask, cu_seqlens)
         cache = self.initial_cache(N, dtype=x.dtype, device=x.device) if cache is None else self._own(cache)
         if cu_seqlens is None:
             return self._remember(x, cache, mask)
@@ -110,7 +110,7 @@ class AttentionLayer(nn.Module):
         What is allocated while decoding may be an eighth more, see `growing.append`.
         """
         a_token = sum(math.prod(shape) for shape in self.stored_shapes) * dtype.itemsize
-        return self.initial_cache(1, device="meta").bytes + T * a_token
+        return self.initial_cache(1, device="meta").bytes + validate.count("T", T, least=0) * a_token
 
     def _own(self, cache):
         """The cache, if it stores what this layer stores."""
@@ -158,12 +158,11 @@ class SoftmaxAttention(AttentionLayer):
         self.kv_heads = self.heads if kv_heads is None else validate.count("kv_heads", kv_heads)
         if self.heads % self.kv_heads:
             raise ValueError(f"`kv_heads`: got {kv_heads}, expected a divisor of heads = {heads}")
-        self.head_dim = validate.count("head_dim", head_dim or width_a_head(width, heads))
-        turning = self.head_dim if rope_channels is None else rope_channels
-        if rope_base is not None and (turning % 2 or turning > self.head_dim):
-            name = "head_dim" if rope_channels is None else "rope_channels"
-            raise ValueError(f"`{name}`: got {turning}, expected an even number of at most {self.head_dim}, the head's")
-        self.rope_base, self.rope_channels = rope_base, rope_channels
+        self.head_dim = width_a_head("head_dim", head_dim, width, heads)
+        if rope_channels is not None:
+            rope_channels = validate.count("rope_channels", rope_channels, most=self.head_dim)
+        turning = ("head_dim", self.head_dim) if rope_channels is None else ("rope_channels", rope_channels)
+        self.rope_base, self.rope_channels = check_turning(rope_base, *turning), rope_channels
         self.stored_shapes = 2 * [(self.kv_heads, self.head_dim)]
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from linattn_edu import deltanet, l2norm
+from linattn_edu import deltanet, l2norm, validate
 from linattn_edu.gates import write_strength
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.qkv import QKVLayer, head_dim
@@ -35,9 +35,9 @@ class DeltaNet(QKVLayer):
         self, width, heads, *, key_dim=None, value_dim=None, conv_size=4, negative_eigenvalues=False, output_gate=False,
         eps=1e-5, form="fused",
     ):  # fmt: skip
-        key_dim, value_dim = key_dim or head_dim(width, heads), value_dim or head_dim(width, heads)
+        key_dim, value_dim = head_dim("key_dim", key_dim, width, heads), head_dim("value_dim", value_dim, width, heads)
         super().__init__(width, heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size, form=form)
-        self.negative_eigenvalues = negative_eigenvalues
+        self.negative_eigenvalues = validate.flag("negative_eigenvalues", negative_eigenvalues)
         self.b_proj = nn.Linear(width, heads, bias=False)
         self.z_proj = nn.Linear(width, heads * value_dim, bias=False) if output_gate else None
         self.norm = RMSNorm(value_dim, eps=eps, gate="silu" if output_gate else None)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from linattn_edu import gated_deltanet, l2norm
+from linattn_edu import gated_deltanet, l2norm, validate
 from linattn_edu.gates import mamba2_decay, write_strength
 from linattn_edu.layers import initial
 from linattn_edu.layers.norm import RMSNorm
@@ -43,10 +43,11 @@ class GatedDeltaNet(QKVLayer):
         self, width, heads, *, key_dim=None, value_heads=None, value_dim=None, conv_size=4, negative_eigenvalues=False,
         A_range=(0.0, 16.0), dt_min=0.001, dt_max=0.1, eps=1e-6, form="fused",
     ):  # fmt: skip
-        key_dim = key_dim or head_dim(width, heads)
-        sizes = {"key_dim": key_dim, "value_heads": value_heads, "value_dim": value_dim or key_dim}
+        key_dim = head_dim("key_dim", key_dim, width, heads)
+        value_dim = key_dim if value_dim is None else value_dim
+        sizes = {"key_dim": key_dim, "value_heads": value_heads, "value_dim": value_dim}
         super().__init__(width, heads, **sizes, conv_size=conv_size, form=form)
-        self.negative_eigenvalues = negative_eigenvalues
+        self.negative_eigenvalues = validate.flag("negative_eigenvalues", negative_eigenvalues)
         self.a_proj, self.b_proj = (nn.Linear(width, self.value_heads, bias=False) for _ in range(2))
         self.A_log = initial.rates([self.value_heads], A_range)
         self.dt_bias = initial.step_sizes([self.value_heads], dt_min, dt_max)

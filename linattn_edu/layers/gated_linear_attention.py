@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from linattn_edu import gla
+from linattn_edu import gla, validate
 from linattn_edu.gates import gla_decay
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.qkv import QKVLayer, head_dim, low_rank
@@ -33,10 +33,11 @@ class GatedLinearAttention(QKVLayer):
         self, width, heads, *, key_dim=None, value_dim=None, gate_rank=16, tau=16.0, conv_size=None, eps=1e-5,
         form="fused",
     ):  # fmt: skip
-        key_dim, value_dim = key_dim or head_dim(width, heads, times=0.5), value_dim or head_dim(width, heads)
+        key_dim = head_dim("key_dim", key_dim, width, heads, times=0.5)
+        value_dim = head_dim("value_dim", value_dim, width, heads)
         super().__init__(width, heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size, form=form)
-        self.tau = tau
-        self.a_proj = low_rank(width, gate_rank, heads * key_dim, bias=True)
+        self.tau = validate.number("tau", tau, positive=True)
+        self.a_proj = low_rank(width, validate.count("gate_rank", gate_rank), heads * key_dim, bias=True)
         self.z_proj = nn.Linear(width, heads * value_dim)
         self.norm = RMSNorm(value_dim, eps=eps, gate="silu")
 

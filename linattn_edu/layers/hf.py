@@ -1,10 +1,21 @@
 """Weights of a transformers module under our names."""
 
+from torch import nn
+
+from linattn_edu import validate
+
+
+def instance(name, module, kind):
+    """Check that `module` is of the class `kind` of transformers, by its name: transformers may be missing."""
+    if kind not in [parent.__name__ for parent in type(module).__mro__]:
+        got = type(module).__name__ if isinstance(module, nn.Module) else validate.describe(module)
+        hint = ": load it there first" if isinstance(module, str) else ""
+        raise TypeError(f"`{name}`: got {got}, expected a {kind} of transformers{hint}")
+
 
 def expect(mixer, kind):
     """Check that `mixer` is a module of the class `kind` of transformers, and that its activation is SiLU, as ours."""
-    if kind not in [parent.__name__ for parent in type(mixer).__mro__]:
-        raise TypeError(f"`mixer`: got {type(mixer).__name__}, expected a {kind} of transformers")
+    instance("mixer", mixer, kind)
     if mixer.activation not in ("silu", "swish"):
         raise ValueError(f"`mixer`: got the activation {mixer.activation!r}, expected 'silu'")
 

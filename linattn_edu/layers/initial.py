@@ -16,9 +16,7 @@ from linattn_edu import validate
 
 def rates(shape, A_range):
     """A_log, such that exp(A_log) is uniform within A_range = (low, high)."""
-    low, high = (validate.number("A_range", bound) for bound in A_range)
-    if not 0 <= low <= high or high == 0:
-        raise ValueError(f"`A_range`: got {A_range}, expected 0 <= low <= high and high above 0")
+    low, high = validate.interval("A_range", A_range)
     return nn.Parameter((high - (high - low) * torch.rand(shape)).log())  # never low itself, which may be 0
 
 

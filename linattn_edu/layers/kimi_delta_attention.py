@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from linattn_edu import kda, l2norm
+from linattn_edu import kda, l2norm, validate
 from linattn_edu.gates import kda_bounded_decay, kda_decay, write_strength
 from linattn_edu.layers import initial
 from linattn_edu.layers.norm import RMSNorm
@@ -44,15 +44,18 @@ class KimiDeltaAttention(QKVLayer):
         self, width, heads, *, key_dim=None, value_heads=None, value_dim=None, conv_size=4, negative_eigenvalues=False,
         gate_rank=None, lower_bound=None, A_range=(1.0, 16.0), dt_min=0.001, dt_max=0.1, eps=1e-6, form="fused",
     ):  # fmt: skip
-        key_dim = key_dim or head_dim(width, heads)
-        sizes = {"key_dim": key_dim, "value_heads": value_heads, "value_dim": value_dim or key_dim}
+        key_dim = head_dim("key_dim", key_dim, width, heads)
+        value_dim = key_dim if value_dim is None else value_dim
+        sizes = {"key_dim": key_dim, "value_heads": value_heads, "value_dim": value_dim}
         super().__init__(width, heads, **sizes, conv_size=conv_size, form=form)
-        self.negative_eigenvalues, self.lower_bound = negative_eigenvalues, lower_bound
-        self.a_proj = low_rank(width, gate_rank or key_dim, self.value_heads * key_dim)
+        self.negative_eigenvalues = validate.flag("negative_eigenvalues", negative_eigenvalues)
+        self.lower_bound = None if lower_bound is None else validate.number("lower_bound", lower_bound, negative=True)
+        rank = key_dim if gate_rank is None else validate.count("gate_rank", gate_rank)
+        self.a_proj = low_rank(width, rank, self.value_heads * key_dim)
         self.b_proj = nn.Linear(width, self.value_heads, bias=False)
         self.A_log = initial.rates([self.value_heads], A_range)
         self.dt_bias = initial.step_sizes([self.value_heads, key_dim], dt_min, dt_max)
-        self.z_proj = low_rank(width, gate_rank or key_dim, self.value_heads * self.value_dim)
+        self.z_proj = low_rank(width, rank, self.value_heads * self.value_dim)
         self.norm = RMSNorm(self.value_dim, eps=eps, gate="sigmoid")
 
     def decay(self, x):

@@ -8,7 +8,7 @@ from linattn_edu import validate
 from linattn_edu.layers.attention import AttentionLayer, attend
 from linattn_edu.layers.growing import remember
 from linattn_edu.layers.norm import RMSNorm
-from linattn_edu.layers.rope import rope
+from linattn_edu.layers.rope import check_turning, rope
 
 
 class LatentAttention(AttentionLayer):
@@ -28,7 +28,7 @@ class LatentAttention(AttentionLayer):
         heads: H.
         latent: R, channels of c.
         nope_dim: N, channels of a head's query that meet the latent.
-        rope_dim: P, channels of the shared key; may be 0.
+        rope_dim: P, channels of the shared key; may be 0 in NoPE.
         v_dim: channels of a head's value.
         q_latent: rank of the query projection, with a norm in the middle; full rank if None.
         rope_base: base of the rotary positions; None for NoPE.
@@ -48,15 +48,15 @@ class LatentAttention(AttentionLayer):
     ):  # fmt: skip
         super().__init__(width)
         self.heads, self.latent = validate.count("heads", heads), validate.count("latent", latent)
-        self.nope_dim, self.rope_dim = validate.count("nope_dim", nope_dim), rope_dim
-        self.v_dim, self.rope_base = validate.count("v_dim", v_dim), rope_base
-        if rope_base is not None and rope_dim % 2:
-            raise ValueError(f"`rope_dim`: got {rope_dim}, expected an even number: channels turn in pairs")
+        self.nope_dim = validate.count("nope_dim", nope_dim)
+        self.rope_dim = validate.count("rope_dim", rope_dim, least=0)
+        self.v_dim = validate.count("v_dim", v_dim)
+        self.rope_base = check_turning(rope_base, "rope_dim", self.rope_dim)
         self.stored_shapes = [(latent + rope_dim,)]
         q_dim = heads * (nope_dim + rope_dim)
         self.q_down = self.q_norm = None
         if q_latent is not None:
-            self.q_down = nn.Linear(width, q_latent, bias=bias)
+            self.q_down = nn.Linear(width, validate.count("q_latent", q_latent), bias=bias)
             self.q_norm = RMSNorm(q_latent, eps=eps)
         self.q_proj = nn.Linear(width if q_latent is None else q_latent, q_dim, bias=False)
         self.kv_down = nn.Linear(width, latent + rope_dim, bias=bias)

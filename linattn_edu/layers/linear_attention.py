@@ -3,11 +3,10 @@
 import torch
 
 from linattn_edu import linear
-from linattn_edu.feature_maps import feature_map as feature_map_named
 from linattn_edu.layers import packing
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.qkv import QKVLayer, head_dim
-from linattn_edu.layers.rope import rope
+from linattn_edu.layers.rope import check_turning, rope
 
 
 class LinearAttention(QKVLayer):
@@ -37,10 +36,12 @@ class LinearAttention(QKVLayer):
         self, width, heads, *, key_dim=None, value_dim=None, feature_map="elu1", normalize=True, rope_base=None,
         conv_size=None, form="fused",
     ):  # fmt: skip
-        key_dim, value_dim = key_dim or head_dim(width, heads), value_dim or head_dim(width, heads)
+        key_dim, value_dim = head_dim("key_dim", key_dim, width, heads), head_dim("value_dim", value_dim, width, heads)
         super().__init__(width, heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size, form=form)
-        self.feature_map, self.normalize, self.rope_base = feature_map, normalize, rope_base
-        features = feature_map_named(feature_map)(torch.zeros(1, 1, heads, key_dim)).shape[-1]
+        self.feature_map, self.normalize = feature_map, normalize
+        self.rope_base = check_turning(rope_base, "key_dim", key_dim)
+        space = linear.FeatureSpace(feature_map=feature_map, normalize=normalize)
+        features = space.features(torch.zeros(1, 1, heads, key_dim), "k").shape[-1]
         self.state_shapes = ((heads, features, value_dim), *([(heads, features)] if normalize else []))
         self.norm = None if normalize else RMSNorm(value_dim)
 

@@ -13,6 +13,11 @@ from linattn_edu.layers.recurrent import RecurrentLayer
 from linattn_edu.layers.short_convolution import ShortConvolution
 
 
+def inner_channels(expand, width):
+    """expand * width, to the nearest whole number."""
+    return validate.count("expand * width", round(validate.number("expand", expand, positive=True) * width))
+
+
 class Mamba(RecurrentLayer):
     """A selective state space model with its convolution and its gate, which is mixer and feed-forward block in one.
 
@@ -44,12 +49,12 @@ class Mamba(RecurrentLayer):
         dt_max=0.1, form="fused",
     ):  # fmt: skip
         super().__init__(width, form)
-        self.inner = validate.count("expand", round(expand * width))
+        self.inner = inner_channels(expand, width)
         self.state_dim = validate.count("state_dim", state_dim)
-        self.state_shapes = ((self.inner, state_dim),)
-        self.dt_rank = validate.count("dt_rank", dt_rank or math.ceil(width / 16))
+        self.state_shapes = ((self.inner, self.state_dim),)
+        self.dt_rank = math.ceil(width / 16) if dt_rank is None else validate.count("dt_rank", dt_rank)
         self.in_proj = nn.Linear(width, 2 * self.inner, bias=bias)
-        self.conv = ShortConvolution(self.inner, conv_size, bias=conv_bias)
+        self.conv = ShortConvolution(self.inner, validate.count("conv_size", conv_size), bias=conv_bias)
         self.conv_shape = self.conv.conv_shape
         self.x_proj = nn.Linear(self.inner, self.dt_rank + 2 * state_dim, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, self.inner, bias=False)

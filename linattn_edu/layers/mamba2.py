@@ -7,6 +7,7 @@ from torch import nn
 from linattn_edu import decay, validate
 from linattn_edu.forms import computing_dtype
 from linattn_edu.layers import hf, initial
+from linattn_edu.layers.mamba import inner_channels
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.recurrent import RecurrentLayer
 from linattn_edu.layers.short_convolution import ShortConvolution
@@ -30,7 +31,7 @@ class Mamba2(RecurrentLayer):
         norm_before_gate: norm(...) * silu(z_t) instead of norm(... * silu(z_t)).
         A_range: exp(A_log) is drawn uniformly from it.
         dt_min, dt_max: softplus(dt_bias) is drawn log-uniformly between them.
-        dt_limit: (low, high), to which Delta_t is clamped.
+        dt_limit: (low, high), to which Delta_t is clamped; high may be infinite.
         eps: of the norm.
         form: "fused", "chunkwise", "parallel" or "recurrent", how the operator computes.
 
@@ -48,18 +49,19 @@ class Mamba2(RecurrentLayer):
         form="fused",
     ):  # fmt: skip
         super().__init__(width, form)
-        self.inner = validate.count("expand", round(expand * width))
+        self.inner = inner_channels(expand, width)
+        head_dim, self.groups = validate.count("head_dim", head_dim), validate.count("groups", groups)
         if self.inner % head_dim or self.inner // head_dim % groups:
             raise ValueError(
                 f"`head_dim`: got {head_dim}, expected one that divides expand * width = {self.inner} "
                 f"into a multiple of groups = {groups} heads"
             )
-        self.heads, self.groups, self.state_dim = self.inner // head_dim, groups, validate.count("state_dim", state_dim)
+        self.heads, self.state_dim = self.inner // head_dim, validate.count("state_dim", state_dim)
         self.channels = [self.inner, groups * state_dim, groups * state_dim]
-        self.dt_limit = dt_limit
+        self.dt_limit = validate.interval("dt_limit", dt_limit, endless=True)
         self.state_shapes = ((self.heads, state_dim, head_dim),)
         self.in_proj = nn.Linear(width, self.inner + sum(self.channels) + self.heads, bias=bias)
-        self.conv = ShortConvolution(sum(self.channels), conv_size, bias=conv_bias)
+        self.conv = ShortConvolution(sum(self.channels), validate.count("conv_size", conv_size), bias=conv_bias)
         self.conv_shape = self.conv.conv_shape
         self.A_log = initial.rates([self.heads], A_range)
         self.dt_bias = initial.step_sizes([self.heads], dt_min, dt_max)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from linattn_edu import validate
 from linattn_edu.forms import computing_dtype, full_precision
 from linattn_edu.layers.swiglu import SwiGLU, gated
 
@@ -27,7 +28,7 @@ class Router(nn.Module):
     Args:
         width: D, channels of x.
         experts: E.
-        top_k: experts a token uses.
+        top_k: experts a token uses, out of its `top_groups` groups.
         scoring: "softmax" or "sigmoid".
         renormalize: make the weights sum to 1, before the scale.
         scale: factor of all weights.
@@ -46,17 +47,15 @@ class Router(nn.Module):
         super().__init__()
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"`scoring`: got {scoring!r}, expected 'softmax' or 'sigmoid'")
-        if experts % groups or not 1 <= top_groups <= groups:
+        width, experts = validate.count("width", width), validate.count("experts", experts)
+        groups, top_groups = validate.count("groups", groups), validate.count("top_groups", top_groups)
+        if experts % groups or top_groups > groups:
             raise ValueError(
                 f"`groups`, `top_groups`: got {groups} and {top_groups}, expected a divisor of the {experts} experts "
                 "and a number from 1 to it"
             )
-        if not 1 <= top_k <= top_groups * (experts // groups):
-            raise ValueError(
-                f"`top_k`: got {top_k}, expected a number from 1 to the {top_groups * (experts // groups)} experts of "
-                "the chosen groups"
-            )
-        self.top_k, self.scoring, self.renormalize, self.scale = top_k, scoring, renormalize, scale
+        self.top_k = validate.count("top_k", top_k, most=top_groups * (experts // groups))
+        self.scoring, self.renormalize, self.scale = scoring, renormalize, validate.number("scale", scale)
         self.groups, self.top_groups = groups, top_groups
         self.weight = nn.Parameter(torch.empty(experts, width))
         nn.init.normal_(self.weight, std=width**-0.5)
@@ -126,6 +125,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, width, hidden, experts, top_k, *, shared=0, shared_gate=False, **routing):
         super().__init__()
         self.router = Router(width, experts, top_k, **routing)
+        hidden, shared = validate.count("hidden", hidden), validate.count("shared", shared, least=0)
         self.up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
         for weight in (self.up, self.down):

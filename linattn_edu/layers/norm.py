@@ -41,7 +41,10 @@ class RMSNorm(nn.Module):
             raise ValueError(f"`gate`: got {gate!r}, expected None, 'silu' or 'sigmoid'")
         if zero_centred and not weight:
             raise ValueError("`zero_centred`: got True without a weight, expected one to centre")
-        self.eps, self.zero_centred, self.gate, self.gate_first = eps, zero_centred, gate, gate_first
+        self.eps, self.zero_centred = validate.number("eps", eps), validate.flag("zero_centred", zero_centred)
+        if self.eps < 0:
+            raise ValueError(f"`eps`: got {eps}, expected a number of at least 0")
+        self.gate, self.gate_first = gate, gate_first
         self.weight = nn.Parameter(torch.zeros(width) if zero_centred else torch.ones(width)) if weight else None
 
     def forward(self, x, z=None):

@@ -8,13 +8,14 @@ right, or in between.
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from linattn_edu import validate
 from linattn_edu.layers.cache import Cache
 from linattn_edu.validate import Sizes
 
 
-def check(x, width, cache, mask, cu_seqlens):
+def check(layer, x, cache, mask, cu_seqlens):
     """Check the arguments of a layer's `forward`, and return N, the number of sequences.
 
     Raises:
@@ -22,8 +23,8 @@ def check(x, width, cache, mask, cu_seqlens):
         TypeError: an argument that is no tensor, or a cache that is no Cache.
     """
     sizes = Sizes()
-    sizes.bind("D", width, "the layer")
-    validate.floating_tensor("x", x, "B T D", sizes)
+    sizes.bind("D", layer.width, "the layer")
+    validate.floating_tensor("x", x, "B T D", sizes, like=_entrance(layer), share_dtype=not validate.autocasting(x))
     N, origin = x.shape[0], "`x`"
     if mask is not None:
         if cu_seqlens is not None:
@@ -34,11 +35,21 @@ def check(x, width, cache, mask, cu_seqlens):
     if cache is not None:
         if not isinstance(cache, Cache):
             raise TypeError(f"`cache`: got {validate.describe(cache)}, expected the Cache that a layer returned")
+        if cache.seen is None:
+            raise ValueError("`cache`: got an empty Cache, expected one that a layer returned; None at the beginning")
         if len(cache.seen) != N:
             raise ValueError(f"`cache`: got one of {len(cache.seen)} sequences, expected N = {N} as in {origin}")
         if cache.seen.device != x.device:
             raise ValueError(f"`cache`: got device {cache.seen.device}, expected {x.device} as in `x`")
     return N
+
+
+def _entrance(layer):
+    """The first matrix that x meets, with its name. What stands in the place of an `nn.Linear` may do as it likes."""
+    for name, child in layer.named_children():
+        if type(child) is nn.Linear:
+            return f"{name}.weight", child.weight
+    return None
 
 
 def _check_mask(mask, x):

@@ -26,15 +26,17 @@ class QKVLayer(RecurrentLayer):
     def __init__(self, width, heads, *, key_dim, value_heads=None, value_dim, conv_size=None, form="fused"):
         super().__init__(width, form)
         self.heads = validate.count("heads", heads)
-        self.value_heads = validate.count("value_heads", value_heads or heads)
-        if self.value_heads % heads:
+        self.value_heads = self.heads if value_heads is None else validate.count("value_heads", value_heads)
+        if self.value_heads % self.heads:
             raise ValueError(f"`value_heads`: got {value_heads}, expected a multiple of heads = {heads}")
         self.key_dim, self.value_dim = validate.count("key_dim", key_dim), validate.count("value_dim", value_dim)
-        self.channels = [heads * key_dim, heads * key_dim, self.value_heads * value_dim]
+        self.channels = [*2 * [self.heads * self.key_dim], self.value_heads * self.value_dim]
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, n, bias=False) for n in self.channels)
-        self.conv = ShortConvolution(sum(self.channels), conv_size) if conv_size else None
-        self.conv_shape = None if self.conv is None else self.conv.conv_shape
-        self.state_shapes = ((self.value_heads, key_dim, value_dim),)
+        self.conv = self.conv_shape = None
+        if conv_size is not None:
+            self.conv = ShortConvolution(sum(self.channels), validate.count("conv_size", conv_size))
+            self.conv_shape = self.conv.conv_shape
+        self.state_shapes = ((self.value_heads, self.key_dim, self.value_dim),)
         self.o_proj = nn.Linear(self.channels[2], width, bias=False)
 
     def project(self, x, cache, cu_seqlens):
@@ -49,8 +51,10 @@ class QKVLayer(RecurrentLayer):
         return *(each.unflatten(-1, (self.heads, -1)) for each in (q, k)), v.unflatten(-1, (self.value_heads, -1)), conv
 
 
-def head_dim(width, heads, *, times=1.0):
-    """Channels a head, `times` * width / heads, of a layer whose sizes are left open."""
+def head_dim(name, given, width, heads, *, times=1.0):
+    """Channels a head: what is given by that name, or where this is None `times` * width / heads."""
+    if given is not None:
+        return validate.count(name, given)
     size = times * validate.count("width", width) / validate.count("heads", heads)
     if size != int(size):
         raise ValueError(f"`heads`: got {heads}, expected a number that divides {times:g} * width = {times * width:g}")

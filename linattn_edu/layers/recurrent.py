@@ -38,7 +38,7 @@ class RecurrentLayer(nn.Module):
         """Mix the tokens of x, and remember them.
 
         Args:
-            x: [B, T, D].
+            x: [B, T, D], in the dtype of the weights unless `torch.autocast` is on.
             cache: what an earlier call returned; None at the beginning of the sequences.
             mask: [B, T] bool, True for a real token. Padding may stand anywhere; its outputs are 0.
             cu_seqlens: integers [N+1], the bounds of N sequences packed into one row (B = 1).
@@ -50,7 +50,7 @@ class RecurrentLayer(nn.Module):
             ValueError: a wrong shape, dtype or device; `mask` together with `cu_seqlens`.
             TypeError: an argument that is no tensor, or a cache that is no Cache.
         """
-        N = packing.check(x, self.width, cache, mask, cu_seqlens)
+        N = packing.check(self, x, cache, mask, cu_seqlens)
         cache = self.initial_cache(N, dtype=x.dtype, device=x.device) if cache is None else self._own(cache)
         padded = mask is not None and not mask.all()
         tokens, bounds = packing.pack(x, mask) if padded else (x, cu_seqlens)
@@ -74,6 +74,7 @@ class RecurrentLayer(nn.Module):
 
     def cache_bytes(self, T=0, *, dtype=torch.float32):
         """Memory of the cache of one sequence of T tokens of this dtype, in bytes: the same for every T."""
+        validate.count("T", T, least=0)
         return self.initial_cache(1, dtype=dtype, device="meta").bytes
 
     def _own(self, cache):

@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from linattn_edu import decay
+from linattn_edu import decay, validate
 from linattn_edu.layers import packing
 from linattn_edu.layers.norm import RMSNorm
 from linattn_edu.layers.qkv import QKVLayer, head_dim
-from linattn_edu.layers.rope import rope
+from linattn_edu.layers.rope import check_turning, rope
 
 
 class Retention(QKVLayer):
@@ -33,11 +33,10 @@ class Retention(QKVLayer):
     def __init__(
         self, width, heads, *, key_dim=None, value_dim=None, rope_base=10_000.0, conv_size=None, eps=1e-6, form="fused"
     ):
-        key_dim, value_dim = key_dim or head_dim(width, heads), value_dim or head_dim(width, heads, times=2)
+        key_dim = head_dim("key_dim", key_dim, width, heads)
+        value_dim = head_dim("value_dim", value_dim, width, heads, times=2)
         super().__init__(width, heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size, form=form)
-        if key_dim % 2:
-            raise ValueError(f"`key_dim`: got {key_dim}, expected an even number: channels rotate in pairs")
-        self.rope_base = rope_base
+        self.rope_base = check_turning(validate.number("rope_base", rope_base, positive=True), "key_dim", key_dim)
         self.register_buffer("log_decay", decay.retnet_log_decay(heads))
         self.z_proj = nn.Linear(width, heads * value_dim, bias=False)
         self.norm = RMSNorm(value_dim, eps=eps, weight=False, gate="silu")

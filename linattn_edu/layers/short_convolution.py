@@ -27,7 +27,7 @@ class ShortConvolution(RecurrentLayer):
         if activation not in tuple(short_conv.ACTIVATIONS):
             raise ValueError(f"`activation`: got {activation!r}, expected None or 'silu'")
         self.size, self.activation = validate.count("size", size), activation
-        self.conv_shape = (width, size - 1)
+        self.conv_shape = (self.width, self.size - 1)
         self.weight = nn.Parameter(torch.empty(width, size).uniform_(-(size**-0.5), size**-0.5))
         self.bias = nn.Parameter(torch.empty(width).uniform_(-(size**-0.5), size**-0.5)) if bias else None
 

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from linattn_edu import validate
+
 
 class SwiGLU(nn.Module):
     """W3 (silu(W1 x) * W2 x), token by token.
@@ -17,6 +19,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width, hidden):
         super().__init__()
+        width, hidden = validate.count("width", width), validate.count("hidden", hidden)
         self.up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 

@@ -4,10 +4,9 @@ Needs matplotlib (`pip install "linattn_edu[viz]"`); nothing else of the package
 pass tensors (torch or NumPy) of one head: no batch axis, no head axis.
 """
 
-try:
-    import matplotlib  # noqa: F401
-except ImportError as error:
-    raise ImportError('linattn_edu.viz needs matplotlib: pip install "linattn_edu[viz]"') from error
+from linattn_edu.extras import need
+
+need("matplotlib", "linattn_edu.viz")
 
 from .attention import attention_map, attention_maps
 from .curves import bars, costs, curves

@@ -6,6 +6,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import Normalize
 
+from linattn_edu import validate
+
 from .arrays import as_array, same_size
 from .style import COLORS, SIGNED, WEIGHTS
 from .tokens import token_fonts, token_labels
@@ -44,7 +46,7 @@ def attention_maps(weights, titles=None, tokens=None, *, causal=False, vmax=None
     weights = as_array("weights", weights, "N Tq Tk")
     titles = [None] * len(weights) if titles is None else list(titles)
     same_size("titles", len(titles), len(weights), "N")
-    columns = min(columns, len(weights))
+    columns = min(validate.count("columns", columns), len(weights))
     rows = math.ceil(len(weights) / columns)
     vmax = float(np.abs(weights).max()) if vmax is None else vmax
     height = 0.55 + rows * (min(4.3 / columns, 4.0) + 0.4)

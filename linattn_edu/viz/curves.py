@@ -1,6 +1,10 @@
 """Lines against tokens or positions, and bars: each line and bar is named where it stands."""
 
+from collections.abc import Mapping
+
 import numpy as np
+
+from linattn_edu.validate import describe
 
 from .arrays import as_array
 from .style import COLORS, MUTED
@@ -49,6 +53,7 @@ def bars(ax, values, *, xlabel, color=MUTED, form="{:.3g}"):
 
     `color` is one colour, or a mapping from name to colour; `form` formats the numbers.
     """
+    _check_mapping("values", values)
     names, sizes = list(values), as_array("values", list(values.values()), "N")
     colors = [color.get(name, MUTED) for name in names] if isinstance(color, dict) else color
     drawn = ax.barh(range(len(names)), sizes, height=0.62, color=colors)
@@ -61,7 +66,13 @@ def bars(ax, values, *, xlabel, color=MUTED, form="{:.3g}"):
     return ax
 
 
+def _check_mapping(name, values):
+    if not isinstance(values, Mapping) or not values:
+        raise ValueError(f"`{name}`: got {describe(values)}, expected a mapping from names to values, at least one")
+
+
 def _draw(ax, x, series, colors, marker):
+    _check_mapping("series", series)
     lines = {name: _median(name, x, values) for name, values in series.items()}
     for n, (name, (at, low, middle, high)) in enumerate(lines.items()):
         color = (colors or {}).get(name, CYCLE[n % len(CYCLE)])
@@ -74,10 +85,7 @@ def _draw(ax, x, series, colors, marker):
 def _median(name, x, values):
     """Where there are values: x, and their least, median and greatest."""
     name = f"series[{name!r}]"
-    if getattr(values, "ndim", np.ndim(values)) == 2:
-        values = as_array(name, values, "X repeats", X=len(x))
-    else:
-        values = as_array(name, values, "X", X=len(x))[:, None]
+    values = as_array(name, values, "X", "X repeats", X=len(x)).reshape(len(x), -1)
     here = ~np.isnan(values).any(1)
     if not here.any():
         raise ValueError(f"`{name}`: got NaN alone, expected at least one number")

@@ -9,6 +9,8 @@ from string import Template
 import matplotlib.pyplot as plt
 import numpy as np
 
+from linattn_edu import validate
+
 from .png import encode, shoot
 
 PALETTE_SIZE = 96
@@ -71,12 +73,13 @@ def film(figure, draw, frames, *, alt, fps=2.0, still=-1):
         raise ValueError("`frames`: got none, expected at least one")
     if not alt.strip():
         raise ValueError("`alt`: got an empty text, expected what the film shows, in words")
+    fps = validate.number("fps", fps, positive=True)
+    start = validate.count("still", still, least=-len(frames), most=len(frames) - 1) % len(frames)
     shots = []
     for frame in frames:
         draw(frame)
         shots.append(shoot(figure, dpi=96))
     plt.close(figure)
-    start = range(len(shots))[still]
     height, width, _ = shots[0].shape
     encoded = [base64.b64encode(png).decode() for png in encode(np.stack(shots), PALETTE_SIZE)]
     frames = ",".join(f'"{png if n != start else ""}"' for n, png in enumerate(encoded))

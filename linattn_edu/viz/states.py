@@ -38,8 +38,9 @@ def state_strip(states, *, times=None, tokens=None, limit=None):
     labels = None if tokens is None else token_labels(tokens)
     if labels is not None:
         same_size("tokens", len(labels), total, "T")
-    if not all(1 <= t <= total for t in times):
-        raise ValueError(f"`times`: got {list(times)}, expected numbers from 1 to T = {total}")
+    if not len(times) or not all(t in range(1, total + 1) for t in times):
+        raise ValueError(f"`times`: got {list(times)}, expected whole numbers from 1 to T = {total}, at least one")
+    times = [int(t) for t in times]
     height = (0.95 if labels else 0.75) + 4.2 / len(times) * rows / columns
     figure, axes = plt.subplots(1, len(times), squeeze=False, figsize=(6.0, height))
     limit = np.abs(states).max() if limit is None else limit

@@ -3,8 +3,9 @@
 import functools
 
 import matplotlib
-import numpy as np
 from matplotlib import font_manager
+
+from linattn_edu.validate import describe
 
 VISIBLE = {" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"}
 
@@ -19,10 +20,14 @@ def token_labels(tokens):
     if isinstance(tokens, str):
         tokens = tokens.encode()
     if not isinstance(tokens, bytes):
-        tokens = list(tokens)
-        if all(isinstance(token, str) for token in tokens):
-            return ["".join(VISIBLE.get(c, c) for c in token) for token in tokens]
-        tokens = bytes(np.asarray([int(token) for token in tokens]).tolist())
+        try:
+            tokens = list(tokens)
+            if all(isinstance(token, str) for token in tokens):
+                return ["".join(VISIBLE.get(c, c) for c in token) for token in tokens]
+            tokens = bytes(tokens)
+        except (TypeError, ValueError):
+            expected = "bytes, a string, numbers from 0 to 255 or strings"
+            raise ValueError(f"`tokens`: got {describe(tokens)}, expected {expected}") from None
     labels = []
     while len(labels) < len(tokens):
         labels += _character(tokens[len(labels) : len(labels) + 4])
