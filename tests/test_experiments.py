@@ -559,7 +559,7 @@ def test_recorded_layers_train_with_kernels_as_exactly_as_without():
     assert {row["mixer"] for row in rows} == set(h200.KERNELS)
     by = {(row["mixer"], row["form"], row["dtype"]): row for row in rows}
     for mixer in h200.KERNELS:
-        exact, rounded, fused = (by[mixer, *form] for form in (
+        exact, rounded, fused = (by[(mixer, *form)] for form in (
             ("chunkwise", "float32"), ("chunkwise", "bfloat16"), ("fused", "bfloat16")
         ))  # fmt: skip
         assert 0 < fused["gradient_error"] < 1.1 * rounded["gradient_error"] != fused["gradient_error"]

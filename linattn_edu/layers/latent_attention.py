@@ -1,7 +1,6 @@
 """Multi-head latent attention: all heads read their keys and values out of one small vector a token."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from linattn_edu import validate

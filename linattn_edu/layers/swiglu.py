@@ -1,6 +1,5 @@
 """The gated feed-forward layer that follows every mixer."""
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
