@@ -44,8 +44,10 @@ def document(name, operator, signature):
     if "chunk_size" in signature.parameters:
         arguments.append("chunk_size: tokens a block" + ("; for the kernels a hint." if name == "fused" else "."))
     if "backend" in signature.parameters:
-        other = "PyTorch; the kernel keeps no graph for gradients" if name == "step" else "`chunkwise`"
-        arguments.append(f"backend: 'triton' insists on the kernels, 'torch' on {other}; None takes what serves here.")
+        other = "PyTorch" if name == "step" else "`chunkwise`"
+        limit = "keep no graph for gradients" if name == "step" else "have first derivatives alone"
+        arguments.append(f"backend: 'triton' insists on the kernels, which {limit}, 'torch' on {other}; None takes what")
+        arguments.append("    serves here.")
     parts = [
         [SENTENCE[name]],
         *([inspect.cleandoc(f.__doc__)] for f in rule),

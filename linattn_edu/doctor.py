@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
 
 import torch
@@ -45,7 +46,7 @@ def triton_mode() -> str:
     if importlib.util.find_spec("triton") is None:
         return "missing"
     installed = version_of("triton")
-    if installed and tuple(map(int, installed.split(".")[:2])) < (3, 4):
+    if installed and [int(part) for part in re.findall(r"\d+", installed)[:2]] < [3, 4]:
         return "old"
     wanted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
     if "triton" in sys.modules:

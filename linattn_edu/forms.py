@@ -146,10 +146,12 @@ def full_precision(x):
 def kind_of(*values):
     """All that checks of these arguments look at, as a key: shape, dtype and device of a tensor; None if it is no key.
 
-    A callable is none: a key would keep the weights of a feature map alive. Nor is anything under torch.func, where a
-    tensor is not what it seems.
+    What may hold weights is none, since a key would keep them alive: a callable other than a function without a closure.
+    Nor is anything under torch.func, where a tensor is not what it seems.
     """
-    if torch.compiler.is_compiling() or any(map(callable, values)) or kernels.transformed():
+    if torch.compiler.is_compiling() or kernels.transformed():
+        return None
+    if any(callable(x) and getattr(x, "__closure__", x) is not None for x in values):
         return None
     kind = tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in values)
     try:
@@ -242,9 +244,9 @@ class Operator:
         plan = self.plans.get(kind) or self._plan(kind, *asked)
         space, scale, sizes, served = plan
         gates = [x if x.dim() >= v_t.dim() - 1 else x.expand(v_t.shape[:-1]) for x in map(named.get, self.gates)]
-        if served:
+        if served and kernels.may_step(backend, (q_t, k_t, v_t, *gates, *states)):
             q, k, feature_map = space.kernel_features(q_t, k_t)
-            if kernels.may_step(backend, (q, k, v_t, *gates, *states)):
+            if kernels.may_step(backend, (q, k)):  # the map may have weights of its own
                 return self._step_by_kernel(space, q, k, v_t, gates, state, states, scale, feature_map, inplace)
         S = space.state_in(state, sizes, ("q_t", q_t), name="state")
         enter = partial(self._enter, space, scale, sizes["HV"])

@@ -62,7 +62,8 @@ scale: without `normalize` the factor of the output, K ** -0.5 if None; with it 
         return 1
 
     def features(self, x, name):
-        like = next(self.phi.parameters(), x) if isinstance(self.phi, torch.nn.Module) else x
+        weights = self.phi.parameters() if isinstance(self.phi, torch.nn.Module) else ()
+        like = next((w for w in weights if w.is_floating_point()), x)
         y = self.phi(x.to(like.dtype))
         if not isinstance(y, torch.Tensor) or y.shape[:-1] != x.shape[:-1]:
             raise ValueError(

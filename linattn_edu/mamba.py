@@ -166,7 +166,8 @@ Source: Gu and Dao 2023, eqs. 2 and 4, alg. 2."""
 BLOCKS = """
     chunk_size: tokens a chunk; for the kernel a hint."""
 BACKEND = """
-    backend: "triton" insists on the kernel, "torch" on `chunkwise`; None takes what serves here."""
+    backend: "triton" insists on the kernel, which has first derivatives alone, "torch" on `chunkwise`; None takes what
+        serves here."""
 
 
 def _form(function):

@@ -100,8 +100,6 @@ class _Taps(torch.autograd.Function):
     No `jvp`, since torch.compile takes no function that has one: in forward mode `_slide` itself serves.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(seen, weight):
         return _slide(seen, weight)

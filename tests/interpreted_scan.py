@@ -162,8 +162,7 @@ def test_a_second_derivative_is_refused_and_not_dropped():
     a = {name: x.float().requires_grad_() for name, x in inputs(B=1, T=5).items()}
     y, _ = mamba.fused(**a)
     with pytest.raises(RuntimeError, match="gradients have no graph .* backend='torch'"):
-        [du] = torch.autograd.grad(y.square().sum(), a["u"], create_graph=True)
-        torch.autograd.grad(y.sum() + du.square().sum(), a["delta"])
+        torch.autograd.grad(y.square().sum(), a["u"], create_graph=True)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own, in forward mode

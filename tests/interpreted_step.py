@@ -207,3 +207,26 @@ def test_no_map_of_a_caller_is_kept_alive():
     del phi
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_map_is_asked_for_features_once(wanted):
+    """Not for the kernel and then again for the formulas, where a gradient is wanted."""
+    x, seen = token(single(inputs("linear", T=1)), 0), []
+
+    def watched(y):
+        seen.append(y.shape)
+        return y.exp()
+
+    x["v_t"].requires_grad_(wanted)
+    linear.step(**x, state=(torch.rand(2, 4, 5, 7), torch.rand(2, 4, 5)), feature_map=watched)
+    assert seen.count(x["q_t"].shape) == 2  # for q and k
+
+
+def test_the_plan_of_a_map_that_holds_nothing_is_kept():
+    x, state = token(single(inputs("linear", T=1)), 0), (torch.rand(2, 4, 5, 7), torch.rand(2, 4, 5))
+    held = torch.ones(5)
+    linear.operator.plans.clear()
+    for feature_map, kept in ((lambda y: y.exp() * held, 0), (lambda y: y.exp(), 1)):
+        linear.step(**x, state=state, feature_map=feature_map)
+        assert len(linear.operator.plans) == kept

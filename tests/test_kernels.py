@@ -195,6 +195,7 @@ def test_a_capability_is_a_pair(capability):
         kernels.compile_all(capability)
 
 
+@WITHOUT_TRITON
 def test_a_first_call_does_not_load_the_compiler_of_torch(root):
     """It takes seconds to import, nearly half of the first call that verify times on a GPU, and eager mode has no use for it."""
     program = (

@@ -504,6 +504,25 @@ def test_a_projection_of_another_class_may_take_any_dtype():
     assert layer(tokens(2))[0].isfinite().all()
 
 
+def test_a_projection_with_a_hook_may_take_any_dtype():
+    """As where weights are offloaded, and are on no device until their layer is called."""
+    layer = DeltaNet(D, 2, conv_size=None).float()
+    for name in ("q_proj", "k_proj", "v_proj", "b_proj"):
+        layer.get_submodule(name).register_forward_pre_hook(lambda module, x: (x[0].to(module.weight.dtype),))
+    assert layer(tokens(2))[0].isfinite().all()
+
+
+def test_the_matrix_that_x_does_not_meet_is_not_asked():
+    class Cast(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight.dtype))
+
+    layer = DeltaNet(D, 2, conv_size=None).float()
+    for name in ("q_proj", "k_proj", "v_proj", "b_proj"):
+        layer.get_submodule(name).__class__ = Cast
+    assert layer(tokens(2))[0].isfinite().all()
+
+
 def test_the_cache_of_another_layer_is_refused():
     x = tokens(4)
     _, short = layer_of("ShortConvolution")(x)

@@ -219,7 +219,7 @@ def test_doctor_knows_how_kernels_would_run(before, variable, mode):
     assert done.stdout.strip() == mode, done.stderr
 
 
-@pytest.mark.parametrize(("version", "old"), [("3.0.0", True), ("3.3.1", True), ("3.4.0", False), ("3.10.0+git1", False)])
+@pytest.mark.parametrize(("version", "old"), [("3.0.0", True), ("3.3.1", True), ("3.4.0", False), ("3.4rc1", False), ("3.10.0+git1", False)])
 def test_a_triton_that_cannot_compile_the_kernels_leaves_fused_to_pytorch(monkeypatch, version, old):
     """CompilationError with 3.3.1; 3.4.0 compiles all kernels for a T4, an A100 and an H100."""
     pytest.importorskip("triton")

@@ -19,7 +19,7 @@ from linattn_edu import data, models
 from linattn_edu.models import ByteLM, ByteLMConfig, LanguageModel, LanguageModelConfig
 from linattn_edu.train import adamw, checkpoint, evaluate, learning_rate, loss_by_position, parallel, summary, train
 from linattn_edu.train.__main__ import arguments, build, command, main
-from linattn_edu.train.loop import update
+from linattn_edu.train.loop import RECIPE, update
 
 
 def small(seed=0, mixers=("softmax",)):
@@ -145,7 +145,7 @@ def test_an_infinite_norm_leaves_the_gradient():
         (dict(lr="fast"), TypeError, "`lr`: got str 'fast', expected a number"),
         (dict(weight_decay=math.nan), ValueError, "`weight_decay`: got nan, expected a finite number"),
         (dict(clip=0), ValueError, "`clip`: got 0, expected a finite positive number"),
-        (dict(validate_every=0), ValueError, "`validate_every`: got 0, expected"),
+        (dict(validate_every=-1), ValueError, "`validate_every`: got -1, expected"),
         (dict(checkpoint_every=0), ValueError, "`checkpoint_every`: got 0, expected"),
         (dict(bf16=np.True_), TypeError, "`bf16`: got "),
     ],
@@ -303,6 +303,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, changes, told):
     with pytest.raises(ValueError, match=f"`checkpoint`: got one of another run, {told}: expected"):
         quick(other, checkpoint=tmp_path / "run.ckpt")
     assert torch.equal(parameters(other), before)
+
+
+def test_a_checkpoint_that_names_no_model_is_resumed(tmp_path):
+    """As earlier versions wrote them."""
+    settings, path = dict(width=16, heads=2, mixers=("softmax",), hidden=16), tmp_path / "run.ckpt"
+    records = quick(ByteLM(ByteLMConfig(**settings)), checkpoint=path)
+    content = torch.load(path)
+    content["recipe"] = {name: x for name, x in content["recipe"].items() if name in RECIPE}
+    torch.save(content, path)
+    assert quick(ByteLM(ByteLMConfig(**settings)), checkpoint=path) == records
+
+
+@pytest.mark.parametrize("never", [None, 0])
+def test_without_validation_there_is_none(never):
+    model = ByteLM(ByteLMConfig(width=16, heads=2, mixers=("softmax",), hidden=16))
+    assert not any("validation" in record for record in quick(model, validate_every=never))
 
 
 def test_a_checkpoint_of_another_dtype_or_of_another_module_is_refused(tmp_path):

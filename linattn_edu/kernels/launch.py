@@ -11,6 +11,7 @@ import triton.language as tl
 
 from linattn_edu.kernels.device import on_device
 
+
 def first_derivatives(backward):
     """The `backward` of an autograd function whose gradients have no graph: raises where one is asked for.
 

@@ -160,7 +160,7 @@ def selective_scan_backward(
 
     What a group carries from tile to tile lies in memory: e, the gradient of the last state at first and of the first one
     in the end, dA and dskip, which start from 0.
-    Numbers a token: reads 4 D, and 2 N for each of the D / (BD groups) programs, and 4 D N / L; writes 2 D, and 2 N for
+    Numbers a token: reads 3 D, and 2 N for each of the D / (BD groups) programs, and 4 D N / L; writes 2 D, and 2 N for
     each program, and 2 D N / L. FLOPs: 28 D N and as many exponentials as D N; the zero-order hold adds 25 D N.
     """
     n = tl.program_id(0).to(tl.int64)
@@ -225,7 +225,7 @@ def tile(D, N, states):
 
 @functools.lru_cache(maxsize=1024)
 def prepared_forward(device, batch, T, D, N, L, zoh, save):
-    """The launch for all calls with inputs of these sizes: 16 numbers a thread of each array, of one token 8."""
+    """The launch for all calls with inputs of these sizes: 16 numbers a thread of each array up to N = 128, of one token 8."""
     BD, NP = tile(D, N, 128 if L > 1 else 256)
     sizes = dict(T=T, NT=-(-T // L), D=D, N=N, L=L, BD=BD, NP=NP)
     warps = max(1, min(4, BD * NP // 32)) if L > 1 else 1

@@ -6,8 +6,11 @@ from linattn_edu import validate
 
 
 def instance(name, module, kind):
-    """Check that `module` is of the class `kind` of transformers, by its name: transformers may be missing."""
-    if kind not in [parent.__name__ for parent in type(module).__mro__]:
+    """Check that `module` is of the class `kind` of transformers, by its name: transformers may be missing.
+
+    What torch.compile made of one is one.
+    """
+    if kind not in [parent.__name__ for parent in type(getattr(module, "_orig_mod", module)).__mro__]:
         got = type(module).__name__ if isinstance(module, nn.Module) else validate.describe(module)
         hint = ": load it there first" if isinstance(module, str) else ""
         raise TypeError(f"`{name}`: got {got}, expected a {kind} of transformers{hint}")

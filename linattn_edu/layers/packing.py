@@ -45,11 +45,10 @@ def check(layer, x, cache, mask, cu_seqlens):
 
 
 def _entrance(layer):
-    """The first matrix that x meets, with its name. What stands in the place of an `nn.Linear` may do as it likes."""
-    for name, child in layer.named_children():
-        if type(child) is nn.Linear:
-            return f"{name}.weight", child.weight
-    return None
+    """The matrix that x meets, with its name; None if another class or a hook stands there, which may do as it likes."""
+    name, child = next(layer.named_children(), ("", None))
+    plain = type(child) is nn.Linear and not child._forward_pre_hooks and "forward" not in vars(child)
+    return (f"{name}.weight", child.weight) if plain else None
 
 
 def _check_mask(mask, x):

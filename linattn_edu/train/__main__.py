@@ -62,7 +62,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=100, help="steps up to the peak; 0 for none")
     add("--weight_decay", type=float, default=0.1)
     add("--seed", type=int, default=0, help="of weights and windows")
-    add("--validate_every", type=int, default=500, help="steps")
+    add("--validate_every", type=int, default=500, help="steps; 0 for never")
     add("--checkpoint", type=Path, help="a file to go on from, and to write")
     add("--checkpoint_every", type=int, default=500, help="steps")
     add("--bf16", action="store_true", help="autocast to bfloat16")

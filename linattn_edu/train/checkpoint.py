@@ -62,7 +62,7 @@ def resume(path, model, optimizer, recipe):
         return []
     content = torch.load(path, map_location="cpu", weights_only=True)
     theirs = content["recipe"]
-    differing = [name for name in theirs.keys() | recipe.keys() if theirs.get(name) != recipe.get(name)]
+    differing = [name for name in theirs if theirs[name] != recipe.get(name)]  # files of earlier versions name no model
     if differing:
         told = ", ".join(f"{name} = {theirs.get(name)} where now {recipe.get(name)}" for name in sorted(differing))
         raise ValueError(f"`checkpoint`: got one of another run, {told}: expected that of this one")

@@ -87,7 +87,7 @@ def train(
         weight_decay: of matrices, see `adamw`.
         clip: the gradient is shortened to this norm; `math.inf` leaves it.
         seed: chooses the windows.
-        validate_every: `evaluate(model)` is recorded after so many steps, and after the last; never if None.
+        validate_every: `evaluate(model)` is recorded after so many steps, and after the last; never if None or 0.
         bf16: compute in bfloat16 where `torch.autocast` does; weights stay as they are.
         checkpoint: a file, written after every `checkpoint_every` steps and the last, its folder made; if it
             exists, training goes on from it, and ends with the same weights and records to the bit.
@@ -106,7 +106,7 @@ def train(
     warmup, seed = validate.count("warmup", warmup, least=0), validate.count("seed", seed, least=0)
     lr, weight_decay = validate.number("lr", lr), validate.number("weight_decay", weight_decay)
     clip = math.inf if clip == math.inf else validate.number("clip", clip, positive=True)
-    validate_every = None if validate_every is None else validate.count("validate_every", validate_every)
+    validate_every = None if validate_every is None else validate.count("validate_every", validate_every, least=0)
     checkpoint_every = validate.count("checkpoint_every", checkpoint_every)
     validate.flag("bf16", bf16)
     rank, size = parallel.place()
