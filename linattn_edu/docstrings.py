@@ -46,8 +46,8 @@ def document(name, operator, signature):
     if "backend" in signature.parameters:
         other = "PyTorch" if name == "step" else "`chunkwise`"
         limit = "keep no graph for gradients" if name == "step" else "have first derivatives alone"
-        arguments.append(f"backend: 'triton' insists on the kernels, which {limit}, 'torch' on {other}; None takes what")
-        arguments.append("    serves here.")
+        arguments.append(f"backend: 'triton' insists on the kernels, which {limit}, 'torch' on {other};")
+        arguments.append("    None takes what serves here.")
     parts = [
         [SENTENCE[name]],
         *([inspect.cleandoc(f.__doc__)] for f in rule),

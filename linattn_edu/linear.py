@@ -40,8 +40,8 @@ def inter(o, q, kv, S):
 class FeatureSpace(Plain):
     """q and k enter through the feature map, v with a column of ones if the output is to be normalised."""
 
-    ABOUT = """feature_map: a name in `feature_maps.FEATURE_MAPS`, or a callable on the last axis, K -> D. It gets float32, or
-    float64 for float64 inputs, a module the dtype of its weights.
+    ABOUT = """feature_map: a name in `feature_maps.FEATURE_MAPS`, or a callable on the last axis, K -> D.
+    It gets float32, or float64 for float64 inputs, a module the dtype of its weights.
 normalize: divide by z_t^T phi(q_t) + eps.
 eps: keeps that division finite where all features are zero.
 scale: without `normalize` the factor of the output, K ** -0.5 if None; with it the factor cancels, so that one raises."""
